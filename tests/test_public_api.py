@@ -27,7 +27,8 @@ SIGNATURES = {
     "Report": (
         "(*, policy: str, quantization: str, kernels: list[str], reward: Estimate, accuracy: Estimate, samples: int, "
         "temperature: float, avg_reward_at_k: Estimate | None, avg_at_k: Estimate | None, pass_at_k: Estimate | None, "
-        "failed_rewards: int, seconds: float, sets: dict[str, tuple[Estimate, Estimate]] = <factory>) -> None"
+        "failed_rewards: int, seconds: float, sets: dict[str, tuple[Estimate, Estimate]] = <factory>, "
+        "against: Against | None = None) -> None"
     ),
     "Step": (
         "(*, messages: Sequence[dict[str, Any]] = (), reward: float | None = None, done: bool = False, "
@@ -40,7 +41,8 @@ SIGNATURES = {
     "RunResult": "(*, run_dir: Path, policy: Path | None, summary: dict[str, Any], interrupted: bool) -> None",
     "evaluate": (
         "(config: RunConfig, policy: Path | str, *, quantization: str | None = None, samples: int = 0, "
-        "temperature: float = 1.0, progress: Callable[[int, int], None] = <function <lambda>>) -> Report"
+        "temperature: float = 1.0, against: Path | str | None = None, "
+        "progress: Callable[[int, int], None] = <function <lambda>>) -> Report"
     ),
     "load_config": "(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig",
     "run": (

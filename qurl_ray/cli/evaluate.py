@@ -37,6 +37,10 @@ def main(
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="k of avg@k and pass@k; 0 is greedy answers only.")] = 0,
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of the k samples.")] = 1.0,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Compare with the policy in this folder: reward by problem, and KL, nats per token."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the figures here, as JSON.")] = None,
 ) -> None:
     """Evaluate greedy answers to held-out problems: mean reward and problems solved (reward > 0.5); also avg@k and
@@ -59,6 +63,7 @@ def main(
                 quantization=quantization,
                 samples=samples,
                 temperature=temperature,
+                against=against,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
     show_rewards("reward", report.reward, report.accuracy)
@@ -70,8 +75,13 @@ def main(
     for name, (mean, solved) in report.sets.items():
         show_rewards(name, mean, solved)
         show_share(name, solved)
-    weights = "full-precision" if report.quantization == "none" else report.quantization
+    if other := report.against:
+        typer.echo(f"against {other.policy} ({_weights(other.quantization)} weights):")
+        show_estimate("reward", other.reward, f"mean of {other.reward.n} problems")
+        show_estimate("difference", other.difference, "reward by problem, this policy minus the other")
+        show_estimate("KL", other.kl, "nats per token, KL(this ‖ other)")
     computed = f" ({', '.join(report.kernels)})" if report.kernels else ""
+    weights = _weights(report.quantization)
     typer.echo(f"{weights} weights{computed}, {report.seconds:.1f} s, {report.failed_rewards} rewards failed")
     if out:
         out.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
@@ -80,7 +90,18 @@ def main(
 def show_rewards(name: str, mean: "Estimate", solved: "Estimate") -> None:
     """Print one line: the mean reward and its interval. Print nothing where it is the share solved."""
     if mean.value != solved.value:
-        typer.echo(f"{name:10} {mean.value:7.3f}  [{mean.low:.3f}, {mean.high:.3f}]  mean of {mean.n} problems")
+        show_estimate(name, mean, f"mean of {mean.n} problems")
+
+
+def show_estimate(name: str, estimate: "Estimate", meaning: str) -> None:
+    """Print one line: the value, its interval, and what they are of."""
+    digits = 4 if 0 < abs(estimate.value) < 0.05 else 3
+    value, low, high = (f"{number:.{digits}f}" for number in (estimate.value, estimate.low, estimate.high))
+    typer.echo(f"{name:10} {value:>7}  [{low}, {high}]  {meaning}")
+
+
+def _weights(quantization: str) -> str:
+    return "full-precision" if quantization == "none" else quantization
 
 
 def show_share(name: str, estimate: "Estimate") -> None:

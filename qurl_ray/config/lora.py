@@ -7,6 +7,17 @@ from pydantic import Field, field_validator
 from qurl_ray.config.section import Section
 
 
+class NoiseConfig(Section):
+    """Noise on the gains of norms, as exploration (QeRL's, in our reading: docs/adapters.md)."""
+
+    start: float = Field(1e-2, gt=0)
+    """Standard deviation in the second stage; the first has no noise."""
+    end: float = Field(1e-4, gt=0)
+    """Standard deviation in the last stage. Between them it falls by the same factor from stage to stage."""
+    stages: int = Field(10, ge=2)
+    """Number of equal stages of a run."""
+
+
 class LoraConfig(Section):
     """LoRA: the policy's weights stay as they are, and adapters of low rank are trained beside its linears
     (docs/adapters.md)."""
@@ -25,6 +36,8 @@ class LoraConfig(Section):
     """Folder of an adapter in PEFT's layout with which training begins. null begins with one that changes nothing."""
     dropout: Literal[0] = 0
     """Dropout before an adapter. There is none: engines and learner would compute different networks."""
+    noise: NoiseConfig | None = None
+    """Noise on the gains of norms, in engines and learner alike; null for none, {} for QeRL's values."""
 
     @field_validator("targets", mode="before")
     @classmethod

@@ -188,6 +188,11 @@ class RunConfig(Section):
                 "algorithm.kl_coef with learner.lora compares with the adapters of the start, of which zero_stage=3 "
                 "has parts alone: choose learner.zero_stage=2, or backend=fsdp"
             )
+        if lora.noise and learner.backend == "deepspeed" and learner.zero_stage == 3:
+            raise ValueError(
+                "learner.lora.noise changes the gains of norms, of which zero_stage=3 has parts alone: choose "
+                "learner.zero_stage=2, or backend=fsdp"
+            )
         if lora.base == "full":
             return
         if rollout.quantization == "none":

@@ -6,11 +6,12 @@ All estimates have 95 % intervals.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import items_to_judge
@@ -19,6 +20,7 @@ from qurl_ray.data.tasks import load_task
 from qurl_ray.engines.requests import make_requests
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.environments.declared import declared_traits, with_tools
+from qurl_ray.errors import ConfigError
 from qurl_ray.evaluation.statistics import (
     SOLVED,
     Estimate,
@@ -30,10 +32,26 @@ from qurl_ray.evaluation.statistics import (
 from qurl_ray.evaluation.trajectories import TurnsHere
 from qurl_ray.policy.load import context_length, stop_ids
 from qurl_ray.rewards.process import VerifierProcess
-from qurl_ray.types import SamplingParams
-from qurl_ray.weights.local import policy_in
+from qurl_ray.rl.ratios import kl_estimate
+from qurl_ray.types import Request, SamplingParams
+from qurl_ray.weights.local import FolderPolicy, policy_in
 
 _PROBLEMS_AT_A_TIME = 64  # between two progress reports
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """Comparison of an evaluated policy with another one, on the same problems."""
+
+    policy: str
+    quantization: str
+    reward: Estimate
+    """Mean reward of the other policy's greedy answers."""
+    difference: Estimate
+    """Mean of the evaluated policy's reward minus the other's, problem by problem."""
+    kl: Estimate
+    """KL(evaluated ‖ other), nats per token: k3 of answers that the evaluated policy drew at temperature 1, one to each
+    problem. Its interval is over problems."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +78,8 @@ class Report:
     seconds: float
     sets: dict[str, tuple[Estimate, Estimate]] = field(default_factory=dict)
     """`reward` and `accuracy` of each set of held-out problems, if there are several with names."""
+    against: Against | None = None
+    """Comparison with another policy, if one was given."""
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -72,6 +92,7 @@ def evaluate(
     quantization: str | None = None,
     samples: int = 0,
     temperature: float = 1.0,
+    against: Path | str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """Load `policy` into the embedded engine and judge its answers to the problems of `config.task`.
@@ -80,10 +101,12 @@ def evaluate(
         quantization: format of the linear layers in the blocks, "none" for full precision; None for the format of the
             checkpoint. A checkpoint of codes is evaluated with exactly these codes.
         samples: k, the number of samples per problem; 0 evaluates greedy answers only.
+        against: folder of another policy with the same tokens, to compare with in the format that it holds.
         progress: called with (number of answers judged, total number of answers).
 
     Raises:
-        QurlError: the policy, the task or the reward cannot be used, or the policy holds codes of another format.
+        QurlError: the policy, the task or the reward cannot be used, the policy holds codes of another format, or the
+            other policy has another tokenizer.
     """
     started = time.perf_counter()
     policy = Path(policy)
@@ -95,28 +118,40 @@ def evaluate(
     encode = partial(encode_prompt, tokenizer=tokenizer, task=config.task)
     limit = config.rollout.max_new_tokens
     check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
-    engine, _ = held.into(
-        lambda kernel: TorchEngine(spec, slots=config.rollout.slots, kernel=kernel), quantization, config.quantization
-    )
+    other = policy_in(Path(against), config.model.max_length) if against else None
+    if other and other.tokenizer().get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(f"{against} has another tokenizer than {policy}: their answers cannot be compared")
+
+    def engine_of(chosen: FolderPolicy, format_name: str) -> TorchEngine:
+        make = partial(TorchEngine, chosen.spec, slots=config.rollout.slots)
+        return chosen.into(lambda kernel: make(kernel=kernel), format_name, config.quantization)[0]
+
+    engine = engine_of(held, quantization)
     stops = stop_ids(spec, tokenizer)
-    rounds = [(SamplingParams(temperature=0.0, max_new_tokens=limit, stop_ids=stops), 1)]
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=limit, stop_ids=stops)
+    rounds = [(greedy, 1)]
     if samples:
         rounds.append((SamplingParams(temperature=temperature, max_new_tokens=limit, stop_ids=stops), samples))
-    total = len(task.held_out) * sum(count for _, count in rounds)
-    rewards_by_round, failed, done = [], 0, 0
+    total = len(task.held_out) * (sum(count for _, count in rounds) + (other is not None))
+    failed = done = 0
     timeout_s, memory_gb = config.task.reward_timeout_s, config.task.reward_memory_gb
-    with VerifierProcess(task.reward, timeout_s, memory_gb=memory_gb) as verifier, ExitStack() as stack:
-        verifier.check()
-        turns = None
-        if config.environment.type is not None:
-            turns = stack.enter_context(TurnsHere(config, engine, tokenizer, stops, context=context_length(spec)))
-        for sampling, count in rounds:
-            rewards: list[float] = []
-            # All at once, because the seed of a request depends on the index of its problem among all problems.
-            requests = make_requests(
-                task.held_out, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
-            )
-            owners = [problem for problem in task.held_out for _ in range(count)]
+
+    def requests_of(sampling: SamplingParams, count: int) -> list[Request]:
+        # All at once, because the seed of a request depends on the index of its problem among all problems.
+        return make_requests(
+            task.held_out, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
+        )
+
+    def judged(engine: TorchEngine, sampling: SamplingParams, count: int) -> np.ndarray:
+        """Return the rewards [problem, sample] of an engine's answers."""
+        nonlocal failed, done
+        rewards: list[float] = []
+        requests = requests_of(sampling, count)
+        owners = [problem for problem in task.held_out for _ in range(count)]
+        with ExitStack() as stack:
+            turns = None
+            if config.environment.type is not None:
+                turns = stack.enter_context(TurnsHere(config, engine, tokenizer, stops, context=context_length(spec)))
             for start in range(0, len(requests), _PROBLEMS_AT_A_TIME * count):
                 part = slice(start, start + _PROBLEMS_AT_A_TIME * count)
                 if turns:
@@ -129,13 +164,32 @@ def evaluate(
                 failed += sum(verdict.status != "ok" for verdict in verdicts)
                 done += len(verdicts)
                 progress(done, total)
-            rewards_by_round.append(np.array(rewards).reshape(-1, count))
+        return np.array(rewards).reshape(-1, count)
+
+    with VerifierProcess(task.reward, timeout_s, memory_gb=memory_gb) as verifier:
+        verifier.check()
+        rewards_by_round = [judged(engine, sampling, count) for sampling, count in rounds]
+        kernels, comparison = engine.kernels(), None
+        if other:
+            drawn = requests_of(replace(greedy, temperature=1.0), 1)
+            answers = engine.generate(drawn, version=1)
+            engine.close()
+            engine = engine_of(other, other.held)  # one engine at a time
+            texts = [(r.prompt_ids, answer.token_ids) for r, answer in zip(drawn, answers, strict=True)]
+            rewards_P = judged(engine, greedy, 1)[:, 0]
+            comparison = Against(
+                policy=str(against),
+                quantization=other.held,
+                reward=reward_with_interval(rewards_P),
+                difference=mean_with_bootstrap_interval(rewards_by_round[0][:, 0] - rewards_P),
+                kl=_kl_with_interval([answer.logprobs for answer in answers], engine.score(texts)),
+            )
     greedy_P, sampled_PG = rewards_by_round[0][:, 0], rewards_by_round[-1]
     solved_P = (sampled_PG > SOLVED).sum(axis=1)
     return Report(
         policy=str(policy),
         quantization=quantization,
-        kernels=engine.kernels(),
+        kernels=kernels,
         reward=reward_with_interval(greedy_P),
         accuracy=accuracy_with_interval(greedy_P > SOLVED),
         samples=samples,
@@ -148,7 +202,16 @@ def evaluate(
         failed_rewards=failed,
         seconds=time.perf_counter() - started,
         sets=_by_set(greedy_P, [problem.held_out_set for problem in task.held_out]),
+        against=comparison,
     )
+
+
+def _kl_with_interval(drawn: Sequence[np.ndarray], scored: Sequence[np.ndarray]) -> Estimate:
+    """Return KL(drawn ‖ scored), nats per token, from log-probs of the same answers: the mean over answers of k3's sum,
+    over the mean number of tokens."""
+    sums = [kl_estimate(torch.from_numpy(p - q), "k3").sum().item() for p, q in zip(drawn, scored, strict=True)]
+    tokens = np.mean([len(p) for p in drawn])
+    return mean_with_bootstrap_interval(np.array(sums) / tokens)
 
 
 def _by_set(rewards_P: np.ndarray, names: Sequence[str]) -> dict[str, tuple[Estimate, Estimate]]:

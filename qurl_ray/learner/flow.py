@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from qurl_ray.learner.noise import NoiseSchedule
 from qurl_ray.numerics.products import linear as product
 from qurl_ray.policy.adapters import CodedBase, plus_adapter
 from qurl_ray.policy.forward import set_forward
@@ -142,6 +143,8 @@ class Adaptation:
     """Digest of what is not trained, which must be that of a checkpoint."""
     frozen: FrozenCodes | None = None
     """Codes that take the place of the model's weights for good; None if these are in full precision."""
+    noise: NoiseSchedule | None = None
+    """Noise on the gains of norms; None for none."""
 
 
 def _frozen(module: nn.Module, x: torch.Tensor, *, codes: QuantizedLinear, factors: Factors) -> torch.Tensor:

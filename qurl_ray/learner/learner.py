@@ -6,7 +6,7 @@ different numbers of tokens, and micro-batches may have any size.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from qurl_ray.learner.critic import Credit, Critic, ValueModel
 from qurl_ray.learner.equalizer import Equalizer
 from qurl_ray.learner.flow import Adaptation, FlowSwitch, UnifiedFlow
 from qurl_ray.learner.loss_scale import LossScaled
+from qurl_ray.learner.noise import NormNoise
 from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, correction_strength
 from qurl_ray.learner.probe import through_codes
 from qurl_ray.learner.protocol import EnginePrecision, StepResult
@@ -101,16 +102,23 @@ class PolicyLearner:
         self._measure_all = bool(penalty or self._adaptive or shared_critic)
         self._total_updates = total_updates
         self._updates = self._steps = 0
+        self._noise = NormNoise(policy, adaptation.noise) if adaptation and adaptation.noise else None
 
     def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor | QTensor]]:
-        yield from self._tensors(trained=trained)
+        yield from _of_the_model(self._policy.named_parameters(trained=trained))
         if self._frozen and not trained:
             yield from self._frozen.named_codes()
 
-    def _tensors(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._policy.named_parameters(trained=trained):
-            if name.startswith(MODEL_PREFIX):  # a value head stays in the learner
-                yield name.removeprefix(MODEL_PREFIX), parameter
+    def changing_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from _of_the_model(self._policy.named_parameters(trained=True))
+        if self._noise:
+            yield from _of_the_model(self._noise.named_gains())
+
+    def end_noise(self) -> bool:
+        noisy = self._noise is not None and self._noise.sigma > 0
+        if self._noise:
+            self._noise.clear()
+        return noisy
 
     @torch.no_grad()
     def factors(self) -> Mapping[str, Factors]:
@@ -122,7 +130,7 @@ class PolicyLearner:
             pass_ = self._prompt_pass(range_ids(self._equalizer.model.config))
             with self._undivided(), self._out_of_flow(), self._equalizer.measuring(_real(pass_)):
                 self._policy(pass_.batch)
-            self._equalizer.settle(self._tensors())
+            self._equalizer.settle(_of_the_model(self._policy.named_parameters()))
         return dict(self._equalizer.factors)
 
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
@@ -157,9 +165,13 @@ class PolicyLearner:
             nominal = self._settings.clip_low, self._settings.clip_high
             self._bounds = calibration.bounds(*nominal, self._config)
         if measured:
-            measured.settle(self._tensors())
+            measured.settle(_of_the_model(self._policy.named_parameters()))
             sums.append({"max_factors_moved": measured.moved})
+        if passes and self._noise:
+            sums.append({"max_noise": self._noise.sigma})
         self._steps += 1
+        if self._noise:
+            self._noise.set(self._steps)
         finite = [norm for norm in norms if norm is not None]
         group = self._scorer.sequence
         return StepResult(
@@ -331,6 +343,8 @@ class PolicyLearner:
             )
         self._updates, self._steps, self._bounds = state["updates"], state["steps"], tuple(state["bounds"])
         self._policy.load(folder / "policy")
+        if self._noise:
+            self._noise.set(self._steps)
         if self._equalizer:
             self._equalizer.load(folder)
         if self._critic and self._critic.backend:
@@ -345,6 +359,13 @@ class PolicyLearner:
             self._critic.backend.keep_on_device(others)
         if resident is not Resident.ALL and self._config.device == "cuda":
             torch.cuda.empty_cache()  # otherwise this process would keep the freed memory
+
+
+def _of_the_model(parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of the policy by its own names: a value head stays in the learner."""
+    for name, parameter in parameters:
+        if name.startswith(MODEL_PREFIX):
+            yield name.removeprefix(MODEL_PREFIX), parameter
 
 
 def _real(pass_: Pass) -> torch.Tensor:

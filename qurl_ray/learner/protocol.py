@@ -73,6 +73,13 @@ class Learner(Protocol):
             trained: yield only the parameters that are trained.
         """
 
+    def changing_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield, likewise, the parameters that differ from one version to the next: those that are trained, and the
+        gains of norms under noise."""
+
+    def end_noise(self) -> bool:
+        """Take the noise away from the gains of norms until the next `learn`. Return True if there was some."""
+
     def factors(self) -> Mapping[str, Factors]:
         """Return the factors with which parameters become codes (quant.equalize), by module; {} if there are none.
 

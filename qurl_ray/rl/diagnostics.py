@@ -40,6 +40,7 @@ effect of the clip
     acr_active_tokens           tokens with A > 0 and 1+εh < R <= (1+εh)·max(1, rho/C): TIS cuts them off, ACR does not
     clip/calibrated_low, _high  εl and εh in use, if they are calibrated
     quantization/factors_moved  share of equalization's factors that moved after this step, where they were looked at
+    adapter/noise               standard deviation of the noise on the gains of norms, in this step
     clip/admitted_gradient      share of the ACR-active tokens in Σ |d value / d log theta|, the gradient's total size
 """
 
@@ -111,6 +112,7 @@ _STEP_WIDE = {
     "clip/calibrated_low": "max_clip_low",
     "clip/calibrated_high": "max_clip_high",
     "quantization/factors_moved": "max_factors_moved",
+    "adapter/noise": "max_noise",
 }
 
 

@@ -78,7 +78,8 @@ class Sender:
         self._subset_of = self._version - 1 if partial else None
         self._probed = not usual or self._unprobed + 1 >= self._config.sync.probe_every
         self._unprobed = 0 if self._probed else self._unprobed + 1
-        named: Iterable[tuple[str, Any]] = self._learner.named_parameters(trained=partial)
+        learner = self._learner
+        named: Iterable[tuple[str, Any]] = learner.changing_parameters() if partial else learner.named_parameters()
         parameters: Iterable[tuple[str, Any]] = equalized(named, precision.factors)
         if isinstance(transport, Direct):
             parameters = transport.staged(parameters, precision.fmt, precision.unquantized)

@@ -62,6 +62,23 @@ def engine_with(spec, model, format_name: str, *, slots: int = 64, kernel: str =
     return engine
 
 
+@pytest.mark.equal_bits
+@pytest.mark.parametrize("kv_cache", ["full", "fp8"])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_scored_answers_have_the_log_probs_with_which_they_were_drawn(
+    tiny_spec, model, tokenizer, monkeypatch, format_name, kv_cache
+):
+    engine = TorchEngine(tiny_spec, slots=8, kv_cache=kv_cache)
+    engine.load(*weights_of(model, format_name))
+    requests = requests_for(tokenizer, 7, 3, temperature=0.7)
+    completions = engine.generate(requests, version=1)
+    texts = [(r.prompt_ids, c.token_ids) for r, c in zip(requests, completions, strict=True)]
+    for limit in (8192, 30):  # all in one pass, and few at a time
+        monkeypatch.setattr(torch_engine, "_PREFILL_TOKENS", limit)
+        scored = engine.score(texts, temperature=0.7)
+        assert all(np.array_equal(own, c.logprobs) for own, c in zip(scored, completions, strict=True))
+
+
 def with_quantized_linears(model, format_name: str):
     """The learner's model computing through the same codes, by emulation."""
     if format_name == "none":

@@ -22,6 +22,7 @@ from tests.engines.test_vllm_engine import tokenizer as tokenizer  # a fixture
 from tests.engines.vllm_process import EngineProcess
 from tests.learner.test_adapters import adapted, scatter
 from tests.learner.test_flow import trajectories
+from tests.learner.test_noise import NOISE
 
 pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
 
@@ -44,7 +45,8 @@ def engine(base):
 
 def sent(engine, publisher, learner, fmt, version: int, *, subset_of: int | None = None):
     """Send a version as a run does. Returns its manifest."""
-    named = equalized(learner.named_parameters(trained=subset_of is not None), learner.factors())
+    parameters = learner.named_parameters() if subset_of is None else learner.changing_parameters()
+    named = equalized(parameters, learner.factors())
     options = {"base_version": subset_of, "complete": subset_of is None}
     buckets = list(publisher.prepare(named, fmt, version=version, **options))
     manifest = assemble_manifest(version, fmt, [bucket.records for bucket in buckets], subset_of=subset_of)
@@ -108,9 +110,9 @@ def test_a_part_of_a_version_is_verified_and_never_more_than_it_says(engine, bas
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_some_of_a_fused_linears_tensors_have_adapters_on_every_rank(base, tokenizer, ranks):
-    """q and v, but not k; and down, whose columns are divided over the ranks of an engine."""
+    """q and v, but not k; and down, whose columns are divided over the ranks of an engine. With noise on the gains."""
     format_name = "int8" if ranks == 1 else None  # ranks quantize their parts of a row by ranges of their own
-    learner, quantized = adapted(base, format_name, lora=SOME)
+    learner, quantized = adapted(base, format_name, lora=SOME, noise=NOISE)
     fmt = taken(format_name) if format_name else None
     scatter(learner, scale=0.3)
     options = {"slots": 8, "threads": 1, "timeout_s": 240, "tensor_parallel": ranks}
@@ -124,3 +126,7 @@ def test_some_of_a_fused_linears_tensors_have_adapters_on_every_rank(base, token
         for name, value in learner.named_parameters(trained=True):
             (held,) = engine.call("resident", name)
             assert np.array_equal(held, value.detach().numpy())
+        learner._noise.set(1)
+        assert gaps(engine, learner, tokenizer, 2).mean() > 10 * TOLERANCE[format_name or "none"][1]
+        sent(engine, publisher, learner, fmt, 3, subset_of=2)
+        assert_near(gaps(engine, learner, tokenizer, 3), format_name or "none")

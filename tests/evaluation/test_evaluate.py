@@ -1,20 +1,28 @@
 """Evaluating a saved policy, quantized here or before."""
 
+import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from qurl_ray.config import RunConfig
 from qurl_ray.config.environment import EnvironmentConfig
 from qurl_ray.config.rollout import RolloutConfig
+from qurl_ray.data.prompts import encode_prompt
+from qurl_ray.data.tasks import load_task
+from qurl_ray.engines.requests import make_requests
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed
 from qurl_ray.evaluation.evaluate import Report, evaluate
 from qurl_ray.policy.export import save_quantized
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import get_format
-from qurl_ray.types import Completion
+from qurl_ray.types import Completion, SamplingParams
+from qurl_ray.weights.local import policy_in
 from tests.conftest import taken
 
 CONFIG = RunConfig.model_validate({"rollout": {"max_new_tokens": 4}, "evaluation": {"problems": 70}})
@@ -92,6 +100,54 @@ def test_answers_of_several_turns_are_judged_as_a_run_judges_them(model, tokeniz
     failing = paid.model_copy(update={"environment": EnvironmentConfig(type=f"{bad}:Nowhere", **turns)})
     with pytest.raises(EnvironmentFailed, match="has no Nowhere"):
         evaluate(failing, tmp_path / "policy")
+
+
+def test_a_policy_is_compared_with_another_one(model, tokenizer, tmp_path):
+    save_policy(model, tokenizer, tmp_path / "policy")
+    save_quantized(model, tokenizer, tmp_path / "codes", taken("int8"), CONFIG.quantization.keep)
+    same = evaluate(CONFIG, tmp_path / "codes", against=tmp_path / "codes").against
+    assert (same.kl.value, same.difference.value, same.quantization) == (0, 0, "int8")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+    save_policy(model, tokenizer, tmp_path / "other")
+    report = evaluate(CONFIG, tmp_path / "policy", against=tmp_path / "other")
+    other = evaluate(CONFIG, tmp_path / "other")
+    assert report.against.reward == other.reward
+    assert report.against.difference.value == pytest.approx(report.reward.value - other.reward.value)
+    # Independent: what both models of transformers give to the answers that the first one draws.
+    drawn = requests_of_evaluation(tokenizer)
+    policies = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("policy", "other")]
+    held, sums, tokens = policy_in(tmp_path / "policy"), 0.0, 0
+    engine, _ = held.into(lambda kernel: TorchEngine(held.spec, slots=8, kernel=kernel), "none", CONFIG.quantization)
+    for request, answer in zip(drawn, engine.generate(drawn, version=1), strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
+        own, others = (p(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0] for p in policies)
+        ratio = (own - others)[len(request.prompt_ids) - 1 :].double()
+        sums += (torch.exp(-ratio) - 1 + ratio).sum().item()
+        tokens += len(answer.token_ids)
+    assert report.against.kl.value == pytest.approx(sums / tokens, rel=0.01)
+    assert report.against.kl.low < report.against.kl.value < report.against.kl.high
+
+
+def requests_of_evaluation(tokenizer):
+    """One request to each held-out problem, as an evaluation draws them at temperature 1."""
+    task = load_task(CONFIG.task, eval_problems=CONFIG.evaluation.problems)
+    encode = partial(encode_prompt, tokenizer=tokenizer, task=CONFIG.task)
+    sampling = SamplingParams(max_new_tokens=4, stop_ids=(tokenizer.eos_token_id,))
+    return make_requests(task.held_out, encode, samples=1, sampling=sampling, seed=0, salt="evaluation")
+
+
+def test_a_policy_with_other_tokens_is_no_match(model, tokenizer, tmp_path):
+    save_policy(model, tokenizer, tmp_path / "policy")
+    save_policy(model, tokenizer, tmp_path / "other")
+    vocabulary = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    tokens = vocabulary["model"]["vocab"]
+    first, second, *_ = tokens
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        evaluate(CONFIG, tmp_path / "policy", against=tmp_path / "other")
 
 
 # --- answers that a fake engine gives -----------------------------------------------------------------------------

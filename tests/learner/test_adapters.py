@@ -13,6 +13,7 @@ from qurl_ray.errors import CheckpointError, SyncError
 from qurl_ray.learner.batching import plan, to_tensors
 from qurl_ray.learner.flow import EQUALIZATION, Adaptation, FrozenCodes, UnifiedFlow
 from qurl_ray.learner.learner import PolicyLearner, make_learner
+from qurl_ray.learner.noise import NoiseSchedule
 from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.numerics.products import AdapterFactor
 from qurl_ray.policy.adapters import add_adapters
@@ -33,7 +34,15 @@ LORA = Adapters(rank=6, alpha=9.0, targets=("all_linear",))
 FORMATS = ("int8", "fp8", "fp8_block", "int4")
 
 
-def adapted(spec, format_name: str | None, *, equalize: bool = False, lora: Adapters = LORA, **options):
+def adapted(
+    spec,
+    format_name: str | None,
+    *,
+    equalize: bool = False,
+    lora: Adapters = LORA,
+    noise: NoiseSchedule | None = None,
+    **options,
+):
     """A learner of adapters over codes, or over full precision, and the units that engines hold as codes."""
     config = LearnerConfig(**({"lr": 1e-2} | options))
     model = load_model(spec)
@@ -50,7 +59,9 @@ def adapted(spec, format_name: str | None, *, equalize: bool = False, lora: Adap
         SETTINGS,
         temperature=1.0,
         total_updates=10,
-        adaptation=Adaptation(adapters=lora, base=frozen.record.fingerprint if frozen else "full", frozen=frozen),
+        adaptation=Adaptation(
+            adapters=lora, base=frozen.record.fingerprint if frozen else "full", frozen=frozen, noise=noise
+        ),
     )
     return learner, quantized
 
@@ -138,10 +149,11 @@ def test_over_full_precision_an_engine_without_codes_is_the_learner(tiny_spec, t
 
 def test_nothing_but_adapters_is_trained(tiny_spec):
     learner, _ = adapted(tiny_spec, "int8")
-    before = {name: p.detach().clone() for name, p in learner._tensors()}
+    policy = learner._scorer.policy
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     codes = {name: q.codes.clone() for name, q in learner._frozen.named_codes()}
     learner.learn(plan(groups(), updates=2, ranks=1, token_budget=100, seed=3)[0])
-    moved = {name for name, p in learner._tensors() if not torch.equal(p, before[name])}
+    moved = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name, _ in learner.named_parameters(trained=True)}
     assert all(torch.equal(q.codes, codes[name]) for name, q in learner._frozen.named_codes())
     states = learner._policy._optimizers[0].state

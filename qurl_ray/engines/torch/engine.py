@@ -21,14 +21,14 @@ from qurl_ray.engines.torch.batch import RunningBatch
 from qurl_ray.engines.torch.decoder import Apply, Decoder, Elementwise, as_function, compiled, knows
 from qurl_ray.engines.torch.graphs import Capture, DecodeGraphs, why_not
 from qurl_ray.engines.torch.kept import KeptKeys, KeysPool
-from qurl_ray.engines.torch.slots import Fp8SlotCache, SlotCache
+from qurl_ray.engines.torch.slots import Fp8SlotCache, SlotCache, WholeSequences
 from qurl_ray.engines.torch.weights import EngineWeights
 from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.policy.adapters import SavedAdapter, add_adapters, check_shapes
 from qurl_ray.policy.attention import QUERY_CHUNK
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
-from qurl_ray.policy.logprobs import textless, without_text
+from qurl_ray.policy.logprobs import log_softmax, textless, without_text
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import get_format
@@ -219,6 +219,34 @@ class TorchEngine:
             self._kept.clear()
         return completions
 
+    @torch.inference_mode()
+    def score(self, texts: Sequence[tuple[np.ndarray, np.ndarray]], *, temperature: float = 1.0) -> list[np.ndarray]:
+        """Return the log-probs that this engine gives to answers of any origin: those of `generate`, had it drawn them.
+
+        Args:
+            texts: token ids of (prompt, answer), int32, neither of them empty.
+            temperature: above 0.
+
+        Returns:
+            float32 [answer length] each.
+        """
+        ids = [torch.from_numpy(np.concatenate(text)).long() for text in texts]
+        scored: dict[int, np.ndarray] = {}
+        self._adapters.choose([""])
+        order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
+        while order:
+            rows = max(1, min(len(order), _PREFILL_TOKENS // len(ids[order[-1]])))
+            order, group = order[:-rows], order[-rows:]
+            ids_BT = torch.nn.utils.rnn.pad_sequence([ids[index] for index in group], batch_first=True)
+            cache = WholeSequences(self._kv_scales)
+            states_BTd = self._forward(ids_BT.to(self._device), self._arange(ids_BT.shape[1])[None], cache)
+            for states_Td, index in zip(states_BTd, group, strict=True):
+                answer = ids[index][len(texts[index][0]) :]
+                states_Td = states_Td[len(texts[index][0]) - 1 :][: len(answer)]
+                logprobs_TV = log_softmax(self._head(states_Td), temperature)
+                scored[index] = logprobs_TV.gather(1, answer.to(self._device)[:, None])[:, 0].cpu().numpy()
+        return [scored[index] for index in range(len(ids))]
+
     def reserve(self, slots: int, length: int) -> SlotCache:
         """Return a cache for `slots` sequences of `length` tokens, for `step`; the last one if it is large enough.
 
@@ -331,7 +359,9 @@ class TorchEngine:
     def _arange(self, count: int) -> torch.Tensor:
         return torch.arange(count, device=self._device)
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache | MaximaRecorder) -> torch.Tensor:
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache | WholeSequences | MaximaRecorder
+    ) -> torch.Tensor:
         if self._decoder:
             return self._decoder(ids, positions, cache)
         return self._model.base_model(

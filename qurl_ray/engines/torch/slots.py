@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qurl_ray.policy.attention import hidden_keys, round_up
-from qurl_ray.policy.kv import KVScales, dequantize_kv, quantize_kv
+from qurl_ray.policy.kv import KVScales, dequantize_kv, quantize_kv, rounded
 
 
 class SlotCache:
@@ -109,6 +109,29 @@ class SlotCache:
         """Copy the first `length` positions of rows: running rows fill the holes that finished ones leave."""
         for part in (*self._keys, *self._values):
             part[targets, :, :length] = part[sources, :, :length]
+
+    def get_seq_length(self, *_: object) -> int:
+        """Return 0. transformers calls this; positions are given explicitly, so the result is not used."""
+        return 0
+
+
+class WholeSequences:
+    """Takes the place of a cache where whole sequences are computed at once, and nothing has to be kept.
+
+    Args:
+        scales: scales of keys and values by layer index, by which they are rounded as in Fp8SlotCache; None for none.
+    """
+
+    hidden = None
+
+    def __init__(self, scales: Mapping[int, KVScales] | None) -> None:
+        self._scales = scales
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the key and value to attend to, [B, key heads, T, d]."""
+        return rounded(key, value, self._scales[layer_idx]) if self._scales else (key, value)
 
     def get_seq_length(self, *_: object) -> int:
         """Return 0. transformers calls this; positions are given explicitly, so the result is not used."""

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.flow import EQUALIZATION, Adaptation, FrozenCodes, UnifiedFlow
+from qurl_ray.learner.noise import NoiseSchedule
 from qurl_ray.policy.adapters import adapters_of, add_adapters, load_adapter, read_adapter
 from qurl_ray.policy.load import files_digest
 from qurl_ray.policy.ranges import configured_factors
@@ -42,16 +43,19 @@ def adaptation(
     """
     lora = config.learner.lora
     assert lora
+    noise = None
+    if lora.noise:
+        noise = NoiseSchedule(**lora.noise.model_dump(), steps=config.steps, seed=config.seed)
     device, factors = config.learner.device, {}
     if flow and not resume:  # without the adapters, which may not be new ones
         factors = dict(configured_factors(model, quantized, config.quantization, flow.fmt.name))
     with_adapters(model, config)
     if not flow:
-        return Adaptation(adapters=adapters_of(lora), base=files_digest(spec))
+        return Adaptation(adapters=adapters_of(lora), base=files_digest(spec), noise=noise)
     if resume:
         factors = read_factors(resume.learner / EQUALIZATION, device)
     frozen = FrozenCodes(model, flow, factors, device)
-    return Adaptation(adapters=adapters_of(lora), base=frozen.record.fingerprint, frozen=frozen)
+    return Adaptation(adapters=adapters_of(lora), base=frozen.record.fingerprint, frozen=frozen, noise=noise)
 
 
 def tell_adapters(model: PreTrainedModel, prepared: Adaptation, coordinator: ActorHandle) -> None:

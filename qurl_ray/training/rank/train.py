@@ -308,7 +308,8 @@ class RankLoop:
             self._learner.adopt(tightened(settings) if directive.tighten else settings)
         self._directive = directive
         rollouts = "none" if directive.full_precision else config.rollout.quantization
-        moved = bool(mini_batches) or self._sender.sent != rollouts
+        lora = config.learner.lora
+        moved = bool(mini_batches) or self._sender.sent != rollouts or bool(lora and lora.noise)
         seconds = {"wait": waited, "sync": self.send(rollouts) if moved else 0.0}
         seconds["step"] = time.perf_counter() - started
         if config.learner.offload_while_waiting:
@@ -332,13 +333,15 @@ class RankLoop:
     def last_evaluations(self, done: int) -> None:
         """Evaluate the quantized policy, if there is one, then the one in full precision if that is asked for. The
         engines already hold the first if the export's format is the rollouts'."""
+        noisy = self._learner.end_noise()
         formats = {"after, quantized": self._config.evaluated_format}
         if self._config.evaluates_full_precision or formats["after, quantized"] == "none":
             formats["after"] = "none"
         for label, format_name in formats.items():
             if label == "after" or format_name != "none":
-                if self._sender.sent != format_name:
+                if noisy or self._sender.sent != format_name:
                     self.send(format_name)
+                    noisy = False
                 self.evaluate(label, done)
 
     def _attend(self, ask: Callable[[int], ObjectRef], goal: str) -> Any:

@@ -125,6 +125,18 @@ def test_other_learners_train_adapters_and_are_resumed_to_the_bit(tmp_path, clus
 
 
 @pytest.mark.slow
+def test_noise_is_the_policys_own_and_no_part_of_what_is_saved(tmp_path, cluster):
+    settings = ["learner.lora.noise={start: 0.05, end: 0.02, stages: 2}"]
+    whole = run(load_config(None, [*LORA, *settings, f"output_dir={tmp_path}"]))
+    steps = [line["values"] for line in events(whole.run_dir, "step")]
+    assert [values["adapter/noise"] for values in steps] == [0.0, 0.0, 0.05, 0.05]
+    assert all(values["mismatch/kl"] == values["sync/probe_gap_max"] == 0 for values in steps)
+    report = evaluate(load_config(whole.run_dir / "config.yaml", []), whole.run_dir / "adapter")
+    assert report.reward.value == whole.summary["reward_after_quantized"]
+    assert_resumed_ends_like(whole, tmp_path, [*LORA, *settings])
+
+
+@pytest.mark.slow
 def test_in_bfloat16_engine_and_learner_are_close(tmp_path, cluster):
     """The other figures of a resumed run are those of an undisturbed one; its probes are of other tokens."""
     settings = ["rollout.quantization=fp8_block", "learner.compute=bfloat16", "rollout.dtype=bfloat16"]
