@@ -27,6 +27,7 @@ SECTIONS = [
         "algorithm.correction",
         "learner",
         "learner.lora",
+        "learner.lora.noise",
     ),
     *("guard", "sync", "tracking", "evaluation", "checkpoint", "export"),
 ]

@@ -17,12 +17,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from qurl_ray.engines.torch.adapters import RowAdapters
-from qurl_ray.engines.torch.slots import SlotCache
+from qurl_ray.engines.torch.slots import Cache
 from qurl_ray.engines.torch.weights import RowsOf
 from qurl_ray.numerics.activations import silu
 from qurl_ray.numerics.products import bound
 from qurl_ray.policy.attention import attend_last, invariant_attention
-from qurl_ray.policy.kv import MaximaRecorder
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.quant.linear import QuantizedLinear
 
@@ -182,9 +181,7 @@ class Decoder:
 
         return with_adapters
 
-    def __call__(
-        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: SlotCache | MaximaRecorder
-    ) -> torch.Tensor:
+    def __call__(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: Cache) -> torch.Tensor:
         """Return final states [B, T, hidden]. The cache stores keys and values; it knows if they are whole prompts."""
         x = self._embed(ids_BT)
         cos, sin = (part[:, :, None] for part in self._rotary(x, positions_BT))  # [B or 1, T, 1, d]
@@ -204,7 +201,7 @@ class Decoder:
         cos: torch.Tensor,
         sin: torch.Tensor,
         positions_BT: torch.Tensor,
-        cache: SlotCache | MaximaRecorder,
+        cache: Cache,
     ) -> torch.Tensor:
         B, T, _ = x.shape
         H, KV, d = self._heads, self._kv_heads, self._head_dim

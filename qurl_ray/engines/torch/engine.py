@@ -21,7 +21,7 @@ from qurl_ray.engines.torch.batch import RunningBatch
 from qurl_ray.engines.torch.decoder import Apply, Decoder, Elementwise, as_function, compiled, knows
 from qurl_ray.engines.torch.graphs import Capture, DecodeGraphs, why_not
 from qurl_ray.engines.torch.kept import KeptKeys, KeysPool
-from qurl_ray.engines.torch.slots import Fp8SlotCache, SlotCache, WholeSequences
+from qurl_ray.engines.torch.slots import Cache, Fp8SlotCache, SlotCache, WholeSequences
 from qurl_ray.engines.torch.weights import EngineWeights
 from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.policy.adapters import SavedAdapter, add_adapters, check_shapes
@@ -359,9 +359,7 @@ class TorchEngine:
     def _arange(self, count: int) -> torch.Tensor:
         return torch.arange(count, device=self._device)
 
-    def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache | WholeSequences | MaximaRecorder
-    ) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         if self._decoder:
             return self._decoder(ids, positions, cache)
         return self._model.base_model(

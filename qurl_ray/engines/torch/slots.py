@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qurl_ray.policy.attention import hidden_keys, round_up
-from qurl_ray.policy.kv import KVScales, dequantize_kv, quantize_kv, rounded
+from qurl_ray.policy.kv import KVScales, MaximaRecorder, dequantize_kv, quantize_kv, rounded
 
 
 class SlotCache:
@@ -159,3 +159,7 @@ class Fp8SlotCache(SlotCache):
         float8 = key_codes.dtype
         keys, values = dequantize_kv(keys.view(float8), scales.key), dequantize_kv(values.view(float8), scales.value)
         return keys.to(key.dtype), values.to(key.dtype)
+
+
+Cache = SlotCache | WholeSequences | MaximaRecorder
+"""What takes keys and values in a forward pass."""
