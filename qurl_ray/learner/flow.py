@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from qurl_ray.learner.noise import NoiseSchedule
 from qurl_ray.numerics.products import linear as product
+from qurl_ray.numerics.products import product_with
 from qurl_ray.policy.adapters import CodedBase, plus_adapter
 from qurl_ray.policy.forward import set_forward
 from qurl_ray.quant.equalize import Factors, write_factors
@@ -172,4 +173,4 @@ class _FrozenProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         with torch.autocast(dy.device.type, enabled=False):
-            return (dy.float() @ dequantize(ctx.codes.resident())).to(ctx.dtype), None
+            return product_with(dy.float(), dequantize(ctx.codes.resident())).to(ctx.dtype), None

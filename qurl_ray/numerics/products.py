@@ -120,6 +120,15 @@ def _gradient_products() -> tuple[Multiply, Multiply]:
     return onednn_product, (functional.linear if in_two_steps else onednn_product)
 
 
+def product_with(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return dy · weight, [..., N] and [N, K] to [..., K], as gradients of inputs are computed: by the faster library.
+    Both are float32."""
+    if dy.device.type != "cpu":
+        return dy @ weight
+    of_inputs, _ = _gradient_products()
+    return of_inputs(dy, weight.t())
+
+
 class _OneDnnLinear(torch.autograd.Function):
     """oneDNN's product, with a gradient by the faster library."""
 

@@ -135,11 +135,11 @@ def move_adapter(before: nn.Module, after: nn.Module) -> None:
 
 
 def plus_adapter(linear: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return y + (α/r) · B (A x) with the adapter of a linear, or y if it has none."""
+    """Return y + B ((α/r) · A x) with the adapter of a linear, or y if it has none."""
     if not hasattr(linear, "lora_A"):
         return y
     factors: Any = linear
-    return y + factors.lora_B(factors.lora_A(x)) * factors.lora_B.scaling
+    return y + factors.lora_B(factors.lora_A(x) * factors.lora_B.scaling)
 
 
 def _with_adapter(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -175,9 +175,12 @@ def dequantize(q: QTensor) -> torch.Tensor:
     """Return the values of the codes, float32 [N, K]."""
     if q.fmt.codec:
         return q.fmt.codec.decode(q.parts, q.fmt)
-    rows, columns = q.codes.shape
-    scale = q.scale.repeat_interleave(q.fmt.rows, dim=0)[:rows]
-    return floats(q.codes) * scale.repeat_interleave(q.fmt.group or columns, dim=1)[:, :columns]
+    (rows, columns), scale = q.codes.shape, q.scale
+    if q.fmt.rows > 1:
+        scale = scale.repeat_interleave(q.fmt.rows, dim=0)[:rows]
+    if q.fmt.group:
+        scale = scale.repeat_interleave(q.fmt.group, dim=1)[:, :columns]
+    return floats(q.codes) * scale
 
 
 def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:

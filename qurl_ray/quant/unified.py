@@ -23,6 +23,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from qurl_ray.errors import QuantizationError
+from qurl_ray.numerics.products import product_with
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.linear import QuantizedLinear
@@ -183,7 +184,8 @@ def _gradients(
         return products.gradients(dy_MN, q, x, how.fmt)
     if weight:
         full = how.backward == "full"
-        dx = dy_MN.float() @ (how.factors.weight(weight[0].float()) if full else dequantize(how.codes(weight)))
+        held = how.factors.weight(weight[0].float()) if full else dequantize(how.codes(weight))
+        dx = product_with(dy_MN.float(), held)
     if inputs:
         codes_MK, *amax_MG = inputs
         x_MK = dequantize_rows(floats(codes_MK), amax_MG[0], how.fmt) if amax_MG else codes_MK.float()

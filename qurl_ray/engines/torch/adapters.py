@@ -4,7 +4,7 @@ A row gets the products of its own adapter alone, and they do not depend on othe
 from an engine that holds nothing but its adapter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ class Adapter:
 
     def __init__(self, matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]], scaling: float) -> None:
         self._scaling = scaling
-        self._products = {
-            linear: tuple(bound(matrix.clone(), None) for matrix in both) for linear, both in matrices.items()
-        }
+        self._first = {linear: first.clone() for linear, (first, _) in matrices.items()}
+        self._second = {linear: bound(second.clone(), None) for linear, (_, second) in matrices.items()}
+        self._low: dict[tuple[str, ...], Callable[[torch.Tensor], list[torch.Tensor]]] = {}
+        """Functions that compute (α/r) · A x of several linears; made when they are first needed."""
 
     @classmethod
     def saved(cls, parameters: Mapping[str, torch.Tensor], scaling: float, device: torch.device) -> "Adapter":
@@ -50,12 +51,27 @@ class Adapter:
                 scaling = factors.lora_B.scaling
         return cls(matrices, scaling) if matrices else None
 
-    def result(self, linear: str, x: torch.Tensor) -> torch.Tensor | None:
-        """Return what is added to a linear's result; None if it has no adapter."""
-        if (products := self._products.get(linear)) is None:
-            return None
-        first, second = products
-        return second(first(x)).mul_(self._scaling)
+    def results(self, linears: tuple[str, ...], x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what is added to the results of linears that all read x, with the place of each; nothing for those
+        without an adapter."""
+        if linears not in self._low:
+            self._low[linears] = self._lows([linear for linear in linears if linear in self._first], x)
+        low = iter(self._low[linears](x))
+        for place, linear in enumerate(linears):
+            if linear in self._second:
+                yield place, self._second[linear](next(low))
+
+    def _lows(self, linears: Sequence[str], x: torch.Tensor) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+        """Return a function that computes (α/r) · A x for each of these linears. It is one product where that has the
+        bits of the single ones, as it has for x: a small product takes as long as three."""
+        matrices = [self._first[linear] for linear in linears]
+        single = [bound(matrix, None) for matrix in matrices]
+        scaling = self._scaling
+        if len(single) > 1:
+            together, ranks = bound(torch.cat(matrices), None), [len(matrix) for matrix in matrices]
+            if all(map(torch.equal, together(x).split(ranks, dim=-1), (product(x) for product in single))):
+                return lambda x: [part.contiguous() for part in together(x).mul_(scaling).split(ranks, dim=-1)]
+        return lambda x: [product(x).mul_(scaling) for product in single]
 
 
 class RowAdapters:
@@ -103,9 +119,8 @@ class RowAdapters:
                 every = len(rows) == len(names)
                 self._present.append((self._named[name], None if every else torch.tensor(rows)))
 
-    def add(self, linear: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the adapters' results to y [rows, …, N], the result of a linear for x [rows, …, K]."""
+    def add(self, linears: tuple[str, ...], x: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
+        """Add the adapters' part to the results [rows, …, N] of linears that all read x [rows, …, K]."""
         for adapter, rows in self._present:
-            part = adapter.result(linear, x if rows is None else x[rows])
-            if part is not None:
-                y.add_(part) if rows is None else y.index_add_(0, rows, part)
+            for place, part in adapter.results(linears, x if rows is None else x[rows]):
+                results[place].add_(part) if rows is None else results[place].index_add_(0, rows, part)

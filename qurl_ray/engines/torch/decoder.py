@@ -9,7 +9,6 @@ through transformers (tests/engines/test_decoder.py).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -158,14 +157,12 @@ class Decoder:
 
     def _adapted(self, apply: Apply, *modules: Any) -> Apply:
         """Return a function that also adds the adapters of these modules, whose results are side by side."""
-        borders = list(pairwise([0, *accumulate(module.out_features for module in modules)]))
-        parts = [(self._names[module], borders[number]) for number, module in enumerate(modules)]
-        adapters = self._adapters
+        sizes = [module.out_features for module in modules]
+        names, adapters = tuple(self._names[module] for module in modules), self._adapters
 
         def with_adapters(x: torch.Tensor) -> torch.Tensor:
             y = apply(x)
-            for name, (start, stop) in parts:
-                adapters.add(name, x, y[..., start:stop])
+            adapters.add(names, x, y.split(sizes, dim=-1))
             return y
 
         return with_adapters
@@ -175,8 +172,7 @@ class Decoder:
 
         def with_adapters(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             results = both(x)
-            for name, y in zip(names, results, strict=True):
-                adapters.add(name, x, y)
+            adapters.add(names, x, results)
             return results
 
         return with_adapters

@@ -162,4 +162,4 @@ class Fp8SlotCache(SlotCache):
 
 
 Cache = SlotCache | WholeSequences | MaximaRecorder
-"""What takes keys and values in a forward pass."""
+"""Receiver of keys and values in a forward pass."""
