@@ -257,6 +257,8 @@ class EngineEntry(Entry):
     """It computes as the learner does: on a CPU, their log-probs are equal bit for bit."""
     adapters: bool = False
     """It adds LoRA adapters to its linears (PolicySpec.adapters)."""
+    experts: bool = False
+    """It has mixtures of experts."""
     tensor_parallel: bool = False
     """Several processes may share the weights of one engine."""
     captures: bool = False
@@ -285,6 +287,7 @@ ENGINES = Table[EngineEntry](
             kv_cache=("full", "fp8"),
             equal_bits=True,
             adapters=True,
+            experts=True,
             captures=True,
             compiles=True,
         ),

@@ -11,7 +11,8 @@ TINY_CHARACTERS = "0123456789+-*= "
 
 
 class TinyModel(Section):
-    """A small Qwen2-architecture policy with a character-level tokenizer, made on this machine."""
+    """A small policy with a character-level tokenizer, made on this machine. Its architecture is Qwen2's, or Qwen3's if
+    it has experts."""
 
     type: Literal["tiny"] = "tiny"
     hidden_size: int = Field(256, ge=64)
@@ -23,7 +24,11 @@ class TinyModel(Section):
     kv_heads: int = Field(2, ge=1)
     """Number of key and value heads of a layer (grouped-query attention)."""
     intermediate_size: int = Field(512, ge=64)
-    """Width of the hidden layer of each MLP."""
+    """Width of the hidden layer of each MLP, or of each expert."""
+    experts: int = Field(0, ge=0)
+    """Experts of each layer; 0 makes a dense policy, more a mixture of experts in Qwen3's architecture."""
+    active_experts: int = Field(2, ge=1)
+    """Experts that compute each token."""
     max_length: int = Field(64, ge=8)
     """Context length: prompt and answer together, in tokens."""
     cold_start: bool = True
@@ -46,6 +51,8 @@ class TinyModel(Section):
             raise ValueError("hidden_size must be a multiple of heads, and heads a multiple of kv_heads")
         if self.hidden_size // self.heads not in (32, 64, 96, 128):
             raise ValueError(f"hidden_size / heads must be 32, 64, 96 or 128, not {self.hidden_size // self.heads}")
+        if self.experts and not self.active_experts <= self.experts != 1:
+            raise ValueError(f"experts={self.experts} must be 0, or at least 2 and active_experts")
         return self
 
 

@@ -78,6 +78,9 @@ class RolloutConfig(Section):
     kept_keys_gb: float = Field(1.0, ge=0)
     """Memory of a worker for keys and values of trajectories that wait for their environment, in GiB (2^30 bytes), with
     engine=torch. Rows for which it has no room are computed again at their next turn: slower, with the same bits."""
+    router_replay: Literal["off", "rollout", "always"] = "off"
+    """With a mixture of experts, compute the policy's training passes with the experts that the engine chose for each
+    token (`rollout`), or those of the KL penalty's reference, too (`always`). A byte per expert, layer and token."""
     cuda_graphs: bool | None = None
     """Capture decode steps as CUDA graphs, so that one call starts all kernels of a step. null is true with engine=vllm
     and device=cuda, else false. The torch engine captures them again after each sync, so there it is for long answers;

@@ -58,6 +58,7 @@ def rollout_options(
         processes=config.processes,
         cuda_graphs=config.graphs,
         compile=config.compile,
+        routes=config.router_replay != "off",
         sleeps=colocated,
         start_timeout_s=config.start_limit_s,
     )
@@ -78,6 +79,7 @@ def torch_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
         kept_bytes=options.kept_bytes,
         capture=CudaCapture if options.cuda_graphs else None,
         compile=torch.compile if options.compile else None,
+        routes=options.routes,
     )
 
 

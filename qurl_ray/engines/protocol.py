@@ -46,6 +46,8 @@ class EngineOptions:
     """Capture decode steps as CUDA graphs."""
     compile: bool = False
     """Compile the operations between the products."""
+    routes: bool = False
+    """Note the experts of each token."""
     sleeps: bool = False
     """It must be able to sleep while a learner uses its device."""
     start_timeout_s: float = 600.0

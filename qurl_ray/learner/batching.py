@@ -108,10 +108,12 @@ class Tensors:
     advantages: torch.Tensor  # float32 [B], or [B, T] if turns have their own
     lengths_B: torch.Tensor  # int64, tokens that are not padding
     drawn_B: torch.Tensor  # int64, tokens that the policy drew in all rows of the trajectory
+    routes_BTLk: torch.Tensor | None = None  # int64, experts to replay, -1 for none; None if no sample has any
 
     def to(self, device: str) -> "Tensors":
         """Return these tensors on `device`."""
-        return Tensors(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Tensors(**{name: part if part is None else part.to(device) for name, part in held.items()})
 
 
 def plan(
@@ -169,6 +171,7 @@ def rows_of(sample: Trajectory) -> list[Trajectory]:
                 versions=sample.versions[own],
                 mask=sample.mask[own],
                 rows=(),
+                routes=None,  # they are those of the whole
                 turns=TurnCredit(
                     ends=turns.ends[here] - first,
                     rewards=turns.rewards[here],
@@ -242,7 +245,19 @@ def to_tensors(samples: Sequence[Trajectory]) -> Tensors:
         advantages=advantages_of(samples, width),
         lengths_B=torch.tensor([s.length for s in samples], dtype=torch.int64),
         drawn_B=torch.tensor([s.row.drawn if s.row else s.drawn for s in samples], dtype=torch.int64),
+        routes_BTLk=_routes(samples, width),
     )
+
+
+def _routes(samples: Sequence[Trajectory], width: int) -> torch.Tensor | None:
+    recorded = [s.routes for s in samples if s.routes is not None]
+    if not recorded:
+        return None
+    routes_BTLk = torch.full((len(samples), width, *recorded[0].shape[1:]), -1, dtype=torch.int64)
+    for row, s in enumerate(samples):
+        if s.routes is not None:
+            routes_BTLk[row, : len(s.routes)] = torch.from_numpy(s.routes.astype(np.int64))
+    return routes_BTLk
 
 
 def advantages_of(samples: Sequence[Trajectory], width: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from deepspeed.utils import (
     safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
+    set_z3_leaf_modules,
 )
 from torch import nn
 from torch.nn.functional import pad
@@ -30,6 +31,7 @@ from torch.nn.functional import pad
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import Resident, make_optimizers, world
 from qurl_ray.learner.state import SavedState, own_rows, save_rows
+from qurl_ray.policy.experts import MixtureMlp
 
 _OPTIMIZERS = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
 _AWAY = {
@@ -61,6 +63,9 @@ class DeepSpeedBackend:
         (optimizer,) = make_optimizers(module, config)
         # Stage 3 offloads masters and moments only of DeepSpeed's own Adam, which is compiled and for CUDA.
         self._stay = _OPTIMIZERS if config.zero_stage == 3 and config.device == "cpu" else set()
+        if config.zero_stage == 3:
+            # Ranks compute other experts: the parameters of all are gathered at once.
+            set_z3_leaf_modules(module, [MixtureMlp], raise_if_not_found=False)
         own_adam = config.offload_while_waiting and config.zero_stage == 3 and not config.offload_optimizer
         if own_adam and config.device == "cuda" and config.optimizer == "adamw":
             optimizer = FusedAdam(optimizer.param_groups, lr=config.lr, betas=config.betas)

@@ -39,6 +39,7 @@ from qurl_ray.learner.protocol import EnginePrecision, StepResult
 from qurl_ray.learner.reference import StartingAdapters
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
 from qurl_ray.learner.torch_backend import TorchBackend
+from qurl_ray.policy.experts import count_differing
 from qurl_ray.policy.ranges import range_ids
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.quantize import QTensor
@@ -71,6 +72,7 @@ class PolicyLearner:
         equalizer: factors with which the policy's parameters become codes; None for none.
         adaptation: training of the policy's adapters alone; None if all parameters are trained.
         calibrate_every: steps between two calibrations of the clip bounds (rl.calibration); 0 means never.
+        replay_reference: the reference takes the experts of rollouts, too, if samples have them.
         total_updates: number of updates at which the learning rate has fallen to its final share.
     """
 
@@ -88,7 +90,9 @@ class PolicyLearner:
         equalizer: Equalizer | None = None,
         adaptation: Adaptation | None = None,
         calibrate_every: int = 0,
+        replay_reference: bool = False,
     ) -> None:
+        self._replay_reference = replay_reference
         self._flow, self._equalizer = flow, equalizer
         self.adapters = adaptation.adapters if adaptation else None
         self._base = adaptation.base if adaptation else ""
@@ -169,6 +173,9 @@ class PolicyLearner:
             sums.append({"max_factors_moved": measured.moved})
         if passes and self._noise:
             sums.append({"max_noise": self._noise.sigma})
+        differing, replayed = count_differing(self._scorer.policy)
+        if replayed:
+            sums.append({"routes_differing": differing, "routes_replayed": replayed})
         self._steps += 1
         if self._noise:
             self._noise.set(self._steps)
@@ -200,12 +207,14 @@ class PolicyLearner:
         """Compute the log-probs and values of the weights before the step, and advantages. Return the correction's
         strength."""
         everything = [pass_ for chosen in passes for pass_ in chosen]
+        count_differing(self._scorer.policy)  # from here on
         for index, chosen in enumerate(passes):
             for pass_ in chosen:
                 if index or self._measure_all:
                     pass_.prox_BT, _, pass_.values_BT = self._policy(pass_.batch)
                 if self._reference:
-                    pass_.reference_BT = Scores(*self._reference(pass_.batch)).logprobs_BT
+                    batch = pass_.batch if self._replay_reference else replace(pass_.batch, routes_BTLk=None)
+                    pass_.reference_BT = Scores(*self._reference(batch)).logprobs_BT
         if self._critic:
             self._critic.estimate(everything, self._penalty)
         elif self._penalty:
@@ -405,6 +414,7 @@ def make_learner(
     adaptation: Adaptation | None = None,
     against_start: bool = False,
     calibrate_every: int = 0,
+    replay_reference: bool = False,
     rows: ReadRows | None = None,
 ) -> PolicyLearner:
     """Return a learner of `model` on the configured backend. Every rank of the process group must call this.
@@ -460,6 +470,7 @@ def make_learner(
         equalizer=equalizer,
         adaptation=adaptation,
         calibrate_every=calibrate_every,
+        replay_reference=replay_reference,
     )
 
 

@@ -102,8 +102,11 @@ def states_before_answers(
     tokens = batch.token_ids_BT, batch.mask_BT
     if sequence:
         shares = share_prompts and not config.packing
-        return own_answer_states(model, *tokens, batch.lengths_B, sequence, share_prompts=shares)
-    return answer_states(model, *tokens, lengths_B, share_prompts=share_prompts), None
+        return own_answer_states(
+            model, *tokens, batch.lengths_B, sequence, share_prompts=shares, routes_BTLk=batch.routes_BTLk
+        )
+    states = answer_states(model, *tokens, lengths_B, share_prompts=share_prompts, routes_BTLk=batch.routes_BTLk)
+    return states, None
 
 
 def placed(values_m: torch.Tensor, mask_BT: torch.Tensor, division: Division | None) -> torch.Tensor:

@@ -156,12 +156,16 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
+class ExactLinear(Linear):
+    """A linear that is never quantized."""
+
+
 ADAPTER_FACTORS = ("lora_A", "lora_B")
 """Names of an adapter's matrices in their linear, as PEFT has them."""
 
 
-class AdapterFactor(Linear):
-    """One of the two matrices of a LoRA adapter, which is never quantized."""
+class AdapterFactor(ExactLinear):
+    """One of the two matrices of a LoRA adapter."""
 
     scaling: float
     """Factor on the adapter's result, of the second matrix."""

@@ -15,7 +15,8 @@ from qurl_ray.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Shape of a dense decoder with a gated MLP. Norms and biases, under 0.1 % of all parameters, are left out."""
+    """Shape of a decoder with gated MLPs, in each layer one, or experts. Norms, biases and routers are left out: under
+    0.3 % of all parameters."""
 
     name: str
     hidden: int
@@ -31,12 +32,29 @@ class Shape:
     """Tokens that a local layer attends to; 0 if all layers attend to all tokens."""
     full_every: int = 1
     """One of every `full_every` layers attends to all tokens."""
+    experts: int = 1
+    """MLPs of each layer."""
+    active: int = 1
+    """MLPs that compute each token."""
 
     @property
     def block_params(self) -> int:
         """Number of weights of the block linears, which are the weights that a format quantizes."""
+        return self._with_mlps(self.experts)
+
+    @property
+    def active_params(self) -> int:
+        """Number of weights of the block linears with which a token is multiplied."""
+        return self._with_mlps(self.active)
+
+    def read_params(self, batch: float) -> float:
+        """Number of weights of the block linears that a step of `batch` tokens reads, if experts are chosen evenly."""
+        chosen = 1 - (1 - self.active / self.experts) ** batch
+        return self._with_mlps(self.experts * chosen)
+
+    def _with_mlps(self, count: Any) -> Any:
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim
-        return self.layers * self.hidden * (attention + 3 * self.intermediate)
+        return self.layers * self.hidden * (attention + 3 * self.intermediate * count)
 
     @property
     def head_params(self) -> int:
@@ -50,7 +68,7 @@ class Shape:
         """Number of linears of each size (inputs, outputs), including the head."""
         queries, keys, wide = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate
         block = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
-        block += [(self.hidden, wide), (self.hidden, wide), (wide, self.hidden)]
+        block += self.experts * [(self.hidden, wide), (self.hidden, wide), (wide, self.hidden)]
         return Counter(self.layers * block + [(self.hidden, self.vocab)])
 
     def adapter_params(self, rank: int) -> int:
@@ -70,7 +88,7 @@ class Shape:
         return 2 * self.kv_heads * self.head_dim * bytes_each * tokens
 
 
-# hidden, layers, heads, key heads, head width, intermediate, vocabulary, tied, window, full every
+# hidden, layers, heads, key heads, head width, intermediate, vocabulary, tied, window, full every, experts, active
 _TABLE = {
     "Llama-3.2-1B": (2048, 16, 32, 8, 64, 8192, 128256, True),
     "Llama-3.2-3B": (3072, 28, 24, 8, 128, 8192, 128256, True),
@@ -94,6 +112,9 @@ _TABLE = {
     "Qwen3-8B": (4096, 36, 32, 8, 128, 12288, 151936, False),
     "Qwen3-14B": (5120, 40, 40, 8, 128, 17408, 151936, False),
     "Qwen3-32B": (5120, 64, 64, 8, 128, 25600, 151936, False),
+    "Qwen3-30B-A3B": (2048, 48, 32, 4, 128, 768, 151936, False, 0, 1, 128, 8),
+    "OLMoE-1B-7B": (2048, 16, 16, 16, 128, 1024, 50304, False, 0, 1, 64, 8),
+    "Mixtral-8x7B": (4096, 32, 32, 8, 128, 14336, 32000, False, 0, 1, 8, 2),
     "SmolLM2-135M": (576, 30, 9, 3, 64, 1536, 49152, True),
     "SmolLM2-360M": (960, 32, 15, 5, 64, 2560, 49152, True),
     "SmolLM2-1.7B": (2048, 24, 32, 32, 64, 8192, 49152, True),
@@ -104,6 +125,8 @@ _TABLE = {
     "gemma-3-4b": (2560, 34, 8, 4, 256, 10240, 262208, True, 1024, 6),
     "tiny": (256, 4, 4, 2, 64, 512, 18, True),
 }
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MIXTURES = ("qwen3_moe", "olmoe", "mixtral")
 _FIELDS = [name for name in Shape.__dataclass_fields__ if name != "name"]
 SHAPES = {name: Shape(name=name, **dict[str, Any](zip(_FIELDS, row, strict=False))) for name, row in _TABLE.items()}
 """Shapes by model name, as in the models' own config.json. `tiny` is the quickstart's policy."""
@@ -144,6 +167,8 @@ def configured_shape(model: ModelConfig) -> Shape:
             kv_heads=model.kv_heads,
             head_dim=model.hidden_size // model.heads,
             intermediate=model.intermediate_size,
+            experts=model.experts or 1,
+            active=model.active_experts if model.experts else 1,
         )
     return find_shape(Path(model.path).name if isinstance(model, GgufModel) else model.path)
 
@@ -157,8 +182,9 @@ def _from_folder(folder: Path) -> Shape:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     config = (read.get("text_config") or read) if isinstance(read, dict) else {}
-    if any((config.get(key) or 0) > 1 for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ConfigError(f"{path}: a mixture of experts, which this package does not train")
+    counted = next((key for key in _EXPERTS if (config.get(key) or 0) > 1), None)
+    if counted and config.get("model_type") not in _MIXTURES:
+        raise ConfigError(f"{path}: a mixture of experts of a kind that this package does not train")
 
     def count(key: str, default: int | None = None) -> int:
         value = config.get(key) or default
@@ -174,8 +200,12 @@ def _from_folder(folder: Path) -> Shape:
         heads=heads,
         kv_heads=count("num_key_value_heads", heads),
         head_dim=count("head_dim", max(1, hidden // heads)),
-        intermediate=count("intermediate_size"),
+        intermediate=count(
+            "moe_intermediate_size" if counted and "moe_intermediate_size" in config else "intermediate_size"
+        ),
         vocab=count("vocab_size"),
         # Files of Gemma need not say that the head is tied, and those of Llama and Qwen that it is not.
         tied=bool(config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith("gemma"))),
+        experts=count(counted) if counted else 1,
+        active=count("num_experts_per_tok") if counted else 1,
     )

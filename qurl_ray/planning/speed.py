@@ -66,7 +66,7 @@ class EngineRoofline(EngineSpec):
     def prefill_s(self, prompts: float, length: float) -> float:
         """Seconds to prefill `prompts` whole prompts of `length` tokens. Half of a causal product is not computed."""
         c, shape, tokens = self.constants, self.shape, prompts * length
-        linears = 2 * shape.block_params * tokens / self._flops()
+        linears = 2 * shape.active_params * tokens / self._flops()
         attention = 2 * shape.layers * shape.heads * shape.head_dim * length * tokens
         return (linears + attention / (self.gpu.flops["bf16"] * c.flops_16)) / self.tensor_parallel
 
@@ -90,12 +90,15 @@ class EngineRoofline(EngineSpec):
 
     def _linears(self, batch: float) -> float:
         """Seconds to read and multiply all weights on one GPU."""
-        head = self._product(self.shape.head_params, 2, batch, self.gpu.flops["bf16"] * self.constants.flops_16)
-        return self._product(self.shape.block_params, BLOCK_BYTES[self.precision], batch, self._flops()) + head
+        shape, flops = self.shape, self.gpu.flops["bf16"] * self.constants.flops_16
+        head = self._product(shape.head_params, shape.head_params, 2, batch, flops)
+        read, each = shape.read_params(batch), BLOCK_BYTES[self.precision]
+        return self._product(read, shape.active_params, each, batch, self._flops()) + head
 
-    def _product(self, weights: int, bytes_each: int, batch: float, flops: float) -> float:
+    def _product(self, weights: float, active: int, bytes_each: int, batch: float, flops: float) -> float:
+        """Seconds of products that read `weights`, with `active` of which each sequence is multiplied."""
         read = weights * bytes_each / (self.gpu.bandwidth * self.constants.bandwidth)
-        return max(read, 2 * weights * batch / flops)
+        return max(read, 2 * active * batch / flops)
 
     def _all_reduces(self, batch: float) -> float:
         """Seconds of the all-reduces of a decode step: two per layer, of one hidden state per sequence."""
@@ -158,7 +161,7 @@ def _move(running: np.ndarray, waiting: np.ndarray, held: np.ndarray, slots: flo
 
 def pass_flops(shape: Shape, length: float) -> float:
     """Flops of one token's forward pass in a sequence of `length` tokens: two per weight, and causal attention."""
-    weights = shape.block_params + shape.head_params
+    weights = shape.active_params + shape.head_params
     return 2 * weights + 2 * shape.layers * shape.heads * shape.head_dim * length
 
 

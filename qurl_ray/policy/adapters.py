@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from qurl_ray.config.lora import LoraConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import did_you_mean
-from qurl_ray.numerics.products import ADAPTER_FACTORS, AdapterFactor
+from qurl_ray.numerics.products import ADAPTER_FACTORS, AdapterFactor, ExactLinear
 from qurl_ray.policy.forward import set_forward
 from qurl_ray.policy.save import replaced
 from qurl_ray.quant.equalize import Factors, read_factors, write_factors
@@ -68,7 +68,7 @@ def target_modules(model: nn.Module, adapters: Adapters) -> list[str]:
     linears = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not isinstance(module, AdapterFactor) and module is not head
+        if isinstance(module, nn.Linear) and not isinstance(module, ExactLinear) and module is not head
     }
     chosen: set[str] = set()
     for target in adapters.targets:

@@ -40,7 +40,7 @@ _FEWER_KEY_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signa
 """torch 2.11 lacks this argument: it takes fewer key heads as they are."""
 KEY_MULTIPLE = 16
 KEY_CHUNK = 128
-_IDLE = {"is_causal", "output_attentions", "position_ids", "use_cache"}
+_IDLE = {"output_router_logits", "is_causal", "output_attentions", "position_ids", "use_cache"}
 """Options that models pass on to their attention, and that change nothing in one that is causal by positions."""
 QUERY_CHUNK = 256  # queries whose scores exist at a time
 

@@ -28,12 +28,12 @@ from qurl_ray.extensions import did_you_mean
 from qurl_ray.numerics.activations import MODULES
 from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.attention import NAME
+from qurl_ray.policy.experts import mixture_of, stored_name, with_experts
 from qurl_ray.policy.layers import check_layers
 from qurl_ray.policy.settings import activation_of, existing_ids, fitting, reading, trainable, turn_end
-from qurl_ray.policy.weights import Stored, check_weights, same_values, stored_tensors
+from qurl_ray.policy.weights import HEAD, Stored, check_weights, same_values, stored_tensors
 from qurl_ray.types import PolicySpec
 
-HEAD = "lm_head.weight"
 _LOOKS, _LOOK_BYTES = 64, 4096  # places of a file that its digest looks at, and bytes at each
 
 logging.disable_progress_bar()  # a progress bar per load would break up the run's own table
@@ -179,11 +179,24 @@ def load_model(spec: PolicySpec) -> PreTrainedModel:
         ConfigError: see `check_policy`.
     """
     check_policy(spec)
+    if mixture_of(_config(spec)):
+        return _read(unloaded_model(spec), spec)
     with reading(spec.source):
         model = AutoModelForCausalLM.from_pretrained(
             spec.source, config=_config(spec), dtype=torch.float32, attn_implementation=NAME
         )
     return _knowing_its_text(with_row_rules(model), spec).eval()
+
+
+def _read(model: PreTrainedModel, spec: PolicySpec) -> PreTrainedModel:
+    """Give a model without weights those of its files; return it."""
+    stored = StoredWeights(spec, model)
+    for name, parameter in list(model.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        value = stored.rows(name, 0, len(parameter)).clone()  # files lie anywhere in memory, and bits may depend on it
+        setattr(model.get_submodule(path), leaf, nn.Parameter(value))
+    model.tie_weights()
+    return model
 
 
 def unloaded_model(spec: PolicySpec) -> PreTrainedModel:
@@ -217,7 +230,7 @@ class StoredWeights:
         tied = {own: head for head, own in tied_head(model).items()}
         self._keys: dict[str, str] = {}
         for name, _ in model.named_parameters():
-            others = (name, name.removeprefix(body), body + name, tied.get(name, name))
+            others = (name, name.removeprefix(body), body + name, tied.get(name, name), stored_name(model.config, name))
             key = next((other for other in others if other in stored), None)
             if key is None:
                 raise ConfigError(
@@ -308,7 +321,7 @@ def architecture(spec: PolicySpec, tokenizer: PreTrainedTokenizerBase) -> PreTra
 def _model_of(config: PreTrainedConfig, spec: PolicySpec, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     with reading(spec.source):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False)
-    return with_row_rules(model).eval()
+    return with_row_rules(with_experts(model)).eval()
 
 
 def _knowing_its_text(model: PreTrainedModel, spec: PolicySpec) -> PreTrainedModel:

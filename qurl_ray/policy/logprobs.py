@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from qurl_ray.policy.attention import Packing
+from qurl_ray.policy.experts import replay_routes
 from qurl_ray.policy.forward import computing_with
 from qurl_ray.policy.sequence import Division, SequenceGroup
 from qurl_ray.policy.sharing import Sharing, share
@@ -102,12 +103,15 @@ def answer_states(
     lengths_B: torch.Tensor | None,
     *,
     share_prompts: bool = False,
+    routes_BTLk: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the final state before each of the M masked tokens, row by row, [M, d]. Arguments as in token_logprobs.
 
     Args:
         share_prompts: compute equal prompts once (policy.sharing). This needs a CPU, attention.NAME as the model's
             attention, and `lengths_B` None. The result is the same.
+        routes_BTLk: int64, experts to take in each layer that has some (experts.replay_routes), -1 for the model's own; None
+            for its own everywhere.
     """
     row = None
     if lengths_B is not None:
@@ -115,7 +119,8 @@ def answer_states(
     elif share_prompts:
         row = _shared(token_ids_BT, mask_BT)
     if row:
-        return _states(model, row)
+        return _states(model, row, routes_BTLk)
+    replay_routes(model, None if routes_BTLk is None else routes_BTLk[:, :-1].flatten(0, 1))
     inputs_BT = token_ids_BT[:, :-1]
     positions = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)[None]
     states_BTd = model.base_model(input_ids=inputs_BT, position_ids=positions, use_cache=False).last_hidden_state
@@ -130,6 +135,7 @@ def own_answer_states(
     group: SequenceGroup,
     *,
     share_prompts: bool = False,
+    routes_BTLk: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Division]:
     """Return the states of answer_states that this rank of a sequence group computes, [m, d], and how the group divides
     them. Collective. Padding is never computed."""
@@ -137,13 +143,15 @@ def own_answer_states(
     if row is None or len(row.ids_N) < group.ranks:
         row = _packed(token_ids_BT, mask_BT, lengths_B, at_least=group.ranks)
     division = group.division(row.positions_N, row.before_M)
-    return _states(model, row, division), division
+    return _states(model, row, routes_BTLk, division), division
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
     """Tokens that a pass computes, as one row."""
 
+    places_N: torch.Tensor
+    """Index of each token in the padded batch, counted row by row, int64."""
     ids_N: torch.Tensor
     positions_N: torch.Tensor
     before_M: torch.Tensor
@@ -152,8 +160,11 @@ class _Row:
     """Option by which the attention knows the sequences."""
 
 
-def _states(model: PreTrainedModel, row: _Row, division: Division | None = None) -> torch.Tensor:
+def _states(
+    model: PreTrainedModel, row: _Row, routes_BTLk: torch.Tensor | None, division: Division | None = None
+) -> torch.Tensor:
     own = division.own if division else slice(None)
+    replay_routes(model, None if routes_BTLk is None else routes_BTLk.flatten(0, 1)[row.places_N[own]])
     states_1nd = model.base_model(
         input_ids=row.ids_N[own][None],
         position_ids=row.positions_N[own][None],
@@ -169,6 +180,7 @@ def _shared(token_ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> _Row | None:
     if sharing is None:
         return None
     return _Row(
+        places_N=sharing.row_N,
         ids_N=token_ids_BT.flatten()[sharing.row_N],
         positions_N=sharing.positions_N,
         before_M=sharing.before_M,
@@ -185,12 +197,14 @@ def _packed(token_ids_BT: torch.Tensor, mask_BT: torch.Tensor, lengths_B: torch.
         raise ValueError(f"mask_BT is True beyond lengths_B = {lengths_B.tolist()}")
     lengths_B = (lengths_B - 1).clamp(min=1)
     real_BT = positions_BT < lengths_B[:, None]
-    ids_N = token_ids_BT[real_BT]
-    more = max(0, at_least - len(ids_N))
+    places_N = real_BT.flatten().nonzero()[:, 0]
+    more = max(0, at_least - len(places_N))
+    places_N = torch.cat([places_N, places_N[:1].expand(more)])
     lengths_S = pad(lengths_B, (0, more), value=1)
     before_BT = pad(mask_BT[:, 1:], (0, 1))  # True where the next token is masked
     return _Row(
-        ids_N=torch.cat([ids_N, ids_N[:1].expand(more)]),
+        places_N=places_N,
+        ids_N=token_ids_BT.flatten()[places_N],
         positions_N=pad(positions_BT[real_BT], (0, more)),
         before_M=before_BT[real_BT].nonzero()[:, 0],
         layout={"packing": Packing(lengths=tuple(lengths_S.tolist()), bounds=pad(lengths_S.cumsum(0), (1, 0)).int())},

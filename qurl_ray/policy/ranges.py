@@ -35,7 +35,7 @@ def measuring(
             maxima[writer] = torch.maximum(maxima[writer], top) if writer in maxima else top
 
     hooks = [
-        model.get_submodule(site.readers[0].module).register_forward_pre_hook(
+        model.get_submodule(site.input_of).register_forward_pre_hook(
             lambda _, args, writer=site.writer: look(writer, args[0])
         )
         for site in sites

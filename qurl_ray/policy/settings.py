@@ -9,9 +9,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
 from qurl_ray.errors import ConfigError, QurlError
+from qurl_ray.policy.experts import mixture_of
 from qurl_ray.types import PolicySpec
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 BEHIND_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """Options by which a model changes logits after its head: here, log-probs are computed from the head's output."""
 # Sizes of an architecture. transformers has other names for some of them, and a model may lack the last three.
@@ -35,8 +35,10 @@ def trainable(config: PreTrainedConfig, spec: PolicySpec) -> PreTrainedConfig:
     if any(getattr(config, part, None) for part in ("vision_config", "audio_config")):
         raise ConfigError(f"{spec.source} is a multimodal model, which is not supported: use a text-only model")
     _check_sizes(config, spec.source)
-    if any((getattr(config, count, None) or 0) > 1 for count in _EXPERTS):
-        raise ConfigError(f"{spec.source} is a mixture of experts, which is not supported: use a dense model")
+    try:
+        mixture_of(config)
+    except ConfigError as error:
+        raise ConfigError(f"{spec.source}: {error}") from None
     if getattr(config, "quantization_config", None) and not spec.quantized:
         raise ConfigError(
             f"{spec.source} is quantized already, which cannot be trained: use the checkpoint in full precision"

@@ -1,4 +1,5 @@
-"""The tiny policy: a Qwen2-architecture model with a character-level tokenizer, cold-started on its task.
+"""The tiny policy: a small model with a character-level tokenizer, cold-started on its task, in Qwen2's architecture,
+or in Qwen3's if it has experts.
 
 It exists so that the whole loop runs on a laptop. The cold start is supervised training until a fraction of held-out
 answers is right, so that reinforcement learning has something to improve. The accuracy of the trained weights jumps by
@@ -16,17 +17,26 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from qurl_ray.cache import cache_root
 from qurl_ray.config.model import TINY_CHARACTERS, TinyModel
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.attention import NAME
+from qurl_ray.policy.experts import with_experts
 from qurl_ray.policy.load import Outline, with_row_rules
 from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
@@ -63,25 +73,36 @@ def make_tokenizer(*, calculator: bool = False) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(config: TinyModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def make_model(config: TinyModel, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Return a float32 model of the configured shape, with random weights from `config.seed`."""
     torch.manual_seed(config.seed)
-    model = Qwen2ForCausalLM._from_config(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            max_position_embeddings=config.max_length,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        ),
-        attn_implementation=NAME,
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "max_position_embeddings": config.max_length,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not config.experts:
+        return with_row_rules(Qwen2ForCausalLM._from_config(Qwen2Config(**shape), attn_implementation=NAME))
+    mixture = Qwen3MoeConfig(
+        **shape,
+        head_dim=config.hidden_size // config.heads,
+        moe_intermediate_size=config.intermediate_size,
+        num_experts=config.experts,
+        num_experts_per_tok=config.active_experts,
+        norm_topk_prob=True,
     )
+    model = with_experts(Qwen3MoeForCausalLM._from_config(mixture, attn_implementation=NAME))
+    for layer in model.base_model.layers:
+        for weight in layer.mlp.parameters():
+            weight.data.normal_(std=mixture.initializer_range)
     return with_row_rules(model)
 
 
@@ -124,7 +145,7 @@ def tiny_outline(config: TinyModel) -> Outline:
 
 
 def cold_start(
-    model: Qwen2ForCausalLM,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     config: TinyModel,
     problems: Sequence[Problem],
@@ -180,7 +201,7 @@ def _computing(device: str) -> AbstractContextManager:
 
 
 @torch.no_grad()
-def forced_accuracy(model: Qwen2ForCausalLM, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+def forced_accuracy(model: PreTrainedModel, ids_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
     """Share of answers that greedy decoding would get exactly: every token is the likeliest after the right ones."""
     logits_BTV = model(input_ids=ids_BT[:, :-1], use_cache=False).logits
     right_BT = logits_BTV.argmax(dim=-1) == ids_BT[:, 1:]
@@ -219,8 +240,11 @@ def _rows(
 def _folder(config: TinyModel, problems: Sequence[Problem]) -> Path:
     """Return the folder of a policy, whose name has a hash of everything that the cold start reads."""
     settings = config.model_dump()
-    if not config.calculator:  # so that policies from before this setting are found
+    # Policies from before these settings are found.
+    if not config.calculator:
         del settings["calculator"]
+    if not config.experts:
+        del settings["experts"], settings["active_experts"]
     recipe = hashlib.sha256(json.dumps([_RECIPE, TINY_CHARACTERS, settings]).encode())
     if config.cold_start:
         recipe.update("\n".join(p.prompt + p.meta.get("worked", p.answer) for p in problems).encode())

@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from qurl_ray.errors import ConfigError
+from qurl_ray.policy.experts import mixture_of, stored_name
 
 _TRAINABLE = ("F64", "F32", "F16", "BF16")
 _PICKLES = ("*.bin", "*.pt", "*.pth")
+HEAD = "lm_head.weight"
 _SHOWN = 3  # tensors or files that a message names; it counts the others
 
 # transformers lists in a table on the console the faults that are an error here.
@@ -68,9 +70,10 @@ def check_weights(source: Path, model: PreTrainedModel, stored: Mapping[str, Sto
     Raises:
         ConfigError: tensors are missing, unexpected, of another shape, or integers or codes; the message names some.
     """
-    check_loaded(source, model, _load(model, stored))
+    load = _compare if mixture_of(model.config) else _load
+    check_loaded(source, model, load(model, stored))
     codes = {name: tensor.dtype for name, tensor in stored.items() if tensor.dtype not in _TRAINABLE}
-    if codes and _load(model, {name: stored[name] for name in stored if name not in codes})["missing_keys"]:
+    if codes and load(model, {name: stored[name] for name in stored if name not in codes})["missing_keys"]:
         raise ConfigError(
             f"{source} holds tensors of types that cannot be trained: "
             f"{_some(f'{name} {dtype}' for name, dtype in codes.items())}; use the model in full precision"
@@ -109,6 +112,19 @@ def _load(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Any
         output_loading_info=True,
     )
     return info
+
+
+def _compare(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Any]:
+    """Return the report of a load by the hub's names, as experts are loaded here: transformers' own conversion of
+    experts does not say which of them is damaged."""
+    wanted = {stored_name(model.config, name): tuple(p.shape) for name, p in model.named_parameters()}
+    tied = {HEAD} if model.config.tie_word_embeddings else set()
+    both = wanted.keys() & stored.keys()
+    return {
+        "missing_keys": wanted.keys() - stored.keys(),
+        "unexpected_keys": stored.keys() - wanted.keys() - tied,
+        "mismatched_keys": [(n, stored[n].shape, wanted[n]) for n in sorted(both) if stored[n].shape != wanted[n]],
+    }
 
 
 def _files(folder: Path, named: str | None) -> list[Path]:

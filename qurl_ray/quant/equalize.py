@@ -145,7 +145,7 @@ def factors_of(sites: Iterable[Site], by_writer: Exponents, device: torch.device
     for site in sites:
         scales = torch.exp2(by_writer[site.writer].float()).to(device)
         writes[site.writer] = scales
-        reads |= dict.fromkeys((reader.module for reader in site.readers), scales)
+        reads |= dict.fromkeys((*(reader.module for reader in site.readers), *site.exact), scales)
     return {name: Factors(reads=reads.get(name), writes=writes.get(name)) for name in reads | writes}
 
 

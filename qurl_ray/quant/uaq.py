@@ -44,7 +44,7 @@ def folded_offsets(model: nn.Module, layers: str = "qkv+mlp") -> dict[str, int |
     offsets: dict[str, int | None] = {}
     for site in sites:
         offsets[f"{site.writer}.weight"] = site.offset
-        offsets |= {unit.weight: None for unit in site.readers}
+        offsets |= {unit.weight: None for unit in site.readers} | {f"{name}.weight": None for name in site.exact}
     dtypes = {model.get_parameter(name).dtype for name in offsets}
     if not dtypes <= {torch.float32, torch.float64}:
         raise _refusal(

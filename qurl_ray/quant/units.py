@@ -3,8 +3,8 @@
 These records are the only list of quantized weights. Learner, syncs, engines, probes and exports read them, and nothing
 else asks which module is a linear or how its tensors are named. The module that feeds a unit comes from one table of
 architectures: a norm can be rescaled only together with all modules that read it, and these are known by name. A layer
-with any other part is refused: that part may read the norm too (the router of a mixture of experts), or indicate
-another structure (one norm for attention and MLP, norms after them).
+with any other part is refused: that part may read the norm too, or indicate another structure (one norm for attention
+and MLP, norms after them). In a mixture of experts, the norm feeds the first linears of all experts, and the router.
 """
 
 import copy
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.numerics.products import AdapterFactor
+from qurl_ray.numerics.products import ExactLinear
 from qurl_ray.quant.linear import QuantizedLinear
 
 Reader = Literal["self_attn", "mlp", "down"]
@@ -35,6 +35,7 @@ _GEMMA2: dict[str, Reader | None] = {
 _FIRST = {"self_attn": {"q_proj", "k_proj", "v_proj", "qkv_proj"}, "mlp": {"gate_proj", "up_proj", "gate_up_proj"}}
 _LATER = {"self_attn": {"q_norm", "k_norm", "o_proj"}, "mlp": {"down_proj"}}
 _GATED = {"gate_proj", "up_proj", "down_proj"}
+_MIXTURE = {"gate", "experts"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,10 @@ class Site:
     kind: Reader
     offset: int | None
     """A norm multiplies by its weight plus this; None for an up_proj."""
+    input_of: str
+    """Name of the module whose input is these channels, of all tokens."""
+    exact: tuple[str, ...] = ()
+    """Names of modules that read the channels, too, and are never quantized: a router."""
 
 
 def units(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, Unit]:
@@ -72,7 +77,7 @@ def units(model: nn.Module, keep: Sequence[str] = ()) -> dict[str, Unit]:
     linears = (
         _unit(name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | QuantizedLinear) and not isinstance(module, AdapterFactor)
+        if isinstance(module, nn.Linear | QuantizedLinear) and not isinstance(module, ExactLinear)
     )
     chosen = {unit.weight: unit for unit in linears if not (kept and kept.search(unit.weight))}
     if not chosen:
@@ -110,8 +115,11 @@ def _of_norms(names: Mapping[nn.Module, str], block: nn.Module, kinds: tuple[Rea
         if kind is None or kind not in kinds:
             continue
         norm, reader = block.get_submodule(norm_name), block.get_submodule(kind)
-        unknown = _parts(reader) - _FIRST[kind] - _LATER[kind]
-        first = [child for part, child in reader.named_children() if part in _FIRST[kind]]
+        unknown, inner, exact = _parts(reader) - _FIRST[kind] - _LATER[kind], [reader], list[str]()
+        if _is_mixture(reader):
+            unknown, inner = set(), list(reader.get_submodule("experts").children())
+            exact = [f"{names[reader]}.gate"]
+        first = [child for module in inner for part, child in module.named_children() if part in _FIRST[kind]]
         readers = tuple(_unit(names[child], child) for child in first if isinstance(child, nn.Linear))
         if unknown or not readers or len(readers) < len(first):
             listed = ", ".join(f"{kind}.{part}" for part in sorted(unknown or _parts(reader)))
@@ -120,7 +128,14 @@ def _of_norms(names: Mapping[nn.Module, str], block: nn.Module, kinds: tuple[Rea
             )
         if _parts(norm) != {"weight"}:
             raise QuantizationError(f"{name}.{norm_name} has more than a gain: {', '.join(sorted(_parts(norm)))}")
-        yield Site(writer=names[norm], readers=readers, kind=kind, offset=_gain_offset(norm))
+        yield Site(
+            writer=names[norm],
+            readers=readers,
+            kind=kind,
+            offset=_gain_offset(norm),
+            exact=tuple(exact),
+            input_of=names[reader] if exact else readers[0].module,
+        )
 
 
 def _of_gated_mlps(names: Mapping[nn.Module, str], block: nn.Module) -> Iterator[Site]:
@@ -129,7 +144,14 @@ def _of_gated_mlps(names: Mapping[nn.Module, str], block: nn.Module) -> Iterator
     linears = {part: child for part, child in mlp.named_children() if isinstance(child, nn.Linear)}
     if _parts(mlp) == _GATED == linears.keys():
         up, down = names[linears["up_proj"]], linears["down_proj"]
-        yield Site(writer=up, readers=(_unit(names[down], down),), kind="down", offset=None)
+        yield Site(writer=up, readers=(_unit(names[down], down),), kind="down", offset=None, input_of=names[down])
+
+
+def _is_mixture(mlp: nn.Module) -> bool:
+    """Return True for a router of its own kind beside experts that are gated MLPs."""
+    if _parts(mlp) != _MIXTURE or not isinstance(mlp.get_submodule("gate"), ExactLinear):
+        return False
+    return all(_parts(expert) == _GATED for expert in mlp.get_submodule("experts").children())
 
 
 @torch.no_grad()

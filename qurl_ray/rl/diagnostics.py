@@ -40,6 +40,7 @@ effect of the clip
     acr_active_tokens           tokens with A > 0 and 1+εh < R <= (1+εh)·max(1, rho/C): TIS cuts them off, ACR does not
     clip/calibrated_low, _high  εl and εh in use, if they are calibrated
     quantization/factors_moved  share of equalization's factors that moved after this step, where they were looked at
+    mismatch/routes_differing   share of tokens and layers that would take other experts than those replayed
     adapter/noise               standard deviation of the noise on the gains of norms, in this step
     clip/admitted_gradient      share of the ACR-active tokens in Σ |d value / d log theta|, the gradient's total size
 """
@@ -151,6 +152,8 @@ def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     for name, key in _STEP_WIDE.items():
         if key in sums:
             metrics[name] = sums[key]
+    if sums.get("routes_replayed"):
+        metrics["mismatch/routes_differing"] = sums["routes_differing"] / sums["routes_replayed"]
     for name in ("entropy", "kl_reference"):
         if name in sums:
             metrics[f"policy/{name}"] = sums[name] / n

@@ -43,7 +43,9 @@ def flow_of(model, format_name: str, backward: str | None = None) -> UnifiedFlow
     )
 
 
-def learner_of(model, flow: UnifiedFlow | None, *, settings=SETTINGS, calibrate_every: int = 0, **config):
+def learner_of(
+    model, flow: UnifiedFlow | None, *, settings=SETTINGS, equalizer=None, calibrate_every: int = 0, **config
+):
     options = LearnerConfig(**({"lr": 1e-3} | config))
     return make_learner(
         model,
@@ -52,6 +54,7 @@ def learner_of(model, flow: UnifiedFlow | None, *, settings=SETTINGS, calibrate_
         temperature=1.0,
         total_updates=10,
         flow=flow,
+        equalizer=equalizer,
         calibrate_every=calibrate_every,
     )
 

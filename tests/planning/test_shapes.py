@@ -55,13 +55,14 @@ def test_local_layers_hold_their_window_alone():
         ("google/gemma-3-1b-it", "gemma-3-1b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "DeepSeek-R1-Distill-Qwen-1.5B"),
         ("qwen2.5-0.5b", "Qwen2.5-0.5B"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen3-30B-A3B"),
     ],
 )
 def test_a_model_is_found_by_the_name_within_its_name(name, found):
     assert find_shape(name) is SHAPES[found]
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-6B", "Qwen/Qwen3-30B-A3B", "Qwen2.5-Coder-7B", "xQwen2.5-7Bx"])
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-6B", "Qwen/Qwen3-31B-A3B", "Qwen2.5-Coder-7B", "xQwen2.5-7Bx"])
 def test_an_unknown_model_names_the_nearest(name):
     with pytest.raises(ConfigError, match=r"near it: .*Qwen"):
         find_shape(name)

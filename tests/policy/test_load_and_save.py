@@ -128,9 +128,12 @@ def test_gemma_computes_what_transformers_computes(tmp_path, tokenizer, kind, ow
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MixtralConfig(num_local_experts=8), "is a mixture of experts, which is not supported: use a dense model"),
-        (Qwen3MoeConfig(num_experts=4), "is a mixture of experts"),
-        (DeepseekV3Config(n_routed_experts=16), "is a mixture of experts"),
+        (MixtralConfig(num_local_experts=8, router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported"),
+        (Qwen3MoeConfig(num_experts=4), "num_experts_per_tok=8, and there are 4 experts"),
+        (
+            DeepseekV3Config(n_routed_experts=16),
+            "model_type=deepseek_v3 is a mixture of experts that is not known here",
+        ),
         (Qwen2VLConfig(), "is a multimodal model, which is not supported: use a text-only model"),
     ],
     ids=lambda value: type(value).__name__,

@@ -34,6 +34,9 @@ class FakeLearner:
             yield "linear.weight", self.matrix
         yield "norm.weight", self.vector
 
+    def changing_parameters(self):
+        return self.named_parameters(trained=True)
+
     def factors(self):
         return {}
 

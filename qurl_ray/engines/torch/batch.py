@@ -37,6 +37,7 @@ class RunningBatch:
         self._kind = np.array([number[params] for params in unlimited])
         self._row_request = np.zeros(len(requests), dtype=np.int64)
         self._adapters = [r.adapter for r in requests]
+        self._routes: list[list[np.ndarray]] = [[] for _ in requests]
 
     def admit(self, group: list[tuple[int, Request]]) -> torch.Tensor:
         """Give each (request index, request) the next free row; return the row numbers [len(group)]."""
@@ -76,6 +77,14 @@ class RunningBatch:
             if not params.ignore_eos:
                 self.end(who[np.isin(tokens.numpy(), params.stop_ids)], "stop")
         self._drawn[running] += 1
+
+    def record(self, index: int, routes_TLk: np.ndarray) -> None:
+        """Note the experts of a request's next tokens (AnswerTokens.routes)."""
+        self._routes[index].append(routes_TLk)
+
+    def routes_of(self, index: int) -> np.ndarray | None:
+        """Return the experts of a request's tokens so far; None if none were noted."""
+        return np.concatenate(self._routes[index]) if self._routes[index] else None
 
     def end(self, indices: Iterable[int], finish: Finish) -> None:
         """End these requests. The next `retire` drops their rows."""
@@ -118,6 +127,7 @@ class RunningBatch:
                 logprobs=self._logprobs[i, : self._drawn[i]].copy(),
                 versions=np.full(self._drawn[i], self._version, dtype=np.int32),
                 finish=self._finish[i],
+                routes=self.routes_of(i),
             )
             for i, request in enumerate(self._requests)
         ]

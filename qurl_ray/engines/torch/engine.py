@@ -26,6 +26,7 @@ from qurl_ray.engines.torch.weights import EngineWeights
 from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.policy.adapters import SavedAdapter, add_adapters, check_shapes
 from qurl_ray.policy.attention import QUERY_CHUNK
+from qurl_ray.policy.experts import mixtures
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.policy.logprobs import log_softmax, textless, without_text
@@ -56,6 +57,7 @@ class TorchEngine:
         kept_bytes: limit of keys and values of requests that may be continued.
         capture: makes the object that captures decode steps, for one set of weights and one cache (rollout.graphs).
         compile: torch.compile or a function like it, for the operations between the products (engines.torch.decoder).
+        routes: note the experts of each token (AnswerTokens.routes).
 
     Raises:
         EngineError: decode steps of this model cannot be captured or compiled as requested.
@@ -73,6 +75,7 @@ class TorchEngine:
         kept_bytes: int = 0,
         capture: Callable[[], Capture] | None = None,
         compile: Callable[..., Callable[..., torch.Tensor]] | None = None,
+        routes: bool = False,
     ) -> None:
         self.version: int | None = None
         with torch.device(device):
@@ -81,6 +84,7 @@ class TorchEngine:
             add_adapters(self._model, spec.adapters)
             self._model.requires_grad_(False)
         self._device = self._model.device
+        self._mixtures = mixtures(self._model) if routes else []
         self._context = context_length(spec)
         self._slots = slots
         self._emulate = kernel == "emulation"
@@ -316,6 +320,9 @@ class TorchEngine:
         self._adapters.choose([r.adapter for r in different.values()])
         hidden = self._forward(ids.to(self._device), self._arange(ids.shape[1])[None], cache)
         logits = self._head(hidden[torch.arange(len(prompts)), lengths - 1])
+        if (routes_BTLk := self._routes(*ids.shape)) is not None:
+            for (index, request), source in zip(group, sources.tolist(), strict=True):
+                batch.record(index, routes_BTLk[source, : len(request.prompt_ids)])
         batch.draw(logits[sources], first=batch.count - len(group))
         self._retire(cache, batch)
 
@@ -335,6 +342,11 @@ class TorchEngine:
         cache.extend(rows[0], positions)
         self._adapters.choose([r.adapter for _, r in group])
         hidden = self._forward(ids.to(self._device), positions.to(self._device), cache)
+        if (routes_BTLk := self._routes(*ids.shape)) is not None:
+            for row, ((index, _), prefix) in enumerate(zip(group, kept, strict=True)):
+                assert prefix.routes is not None
+                batch.record(index, prefix.routes)
+                batch.record(index, routes_BTLk[row, : lengths[row]])
         batch.draw(self._head(hidden[torch.arange(len(group)), lengths - 1]), first=rows[0])
         self._retire(cache, batch)
 
@@ -353,8 +365,19 @@ class TorchEngine:
         else:
             cache.decode(positions)
             hidden = self._forward(last[:, None].to(self._device), positions[:, None].to(self._device), cache)
+        if (routes_BTLk := self._routes(batch.count, 1)) is not None:
+            for index, routes_TLk in zip(batch.running().tolist(), routes_BTLk, strict=True):
+                batch.record(index, routes_TLk)
         batch.draw(self._head(hidden[:, 0]))
         self._retire(cache, batch)
+
+    def _routes(self, rows: int, width: int) -> np.ndarray | None:
+        """Return the experts of the last pass [rows, width, layers with experts, k]; None if they are not noted."""
+        if not self._mixtures:
+            return None
+        taken_NLk = torch.stack([mixture.taken_Nk for mixture in self._mixtures if mixture.taken_Nk is not None], dim=1)
+        small = np.uint8 if len(self._mixtures[0].experts) <= 256 else np.uint16
+        return taken_NLk.unflatten(0, (rows, width)).cpu().numpy().astype(small)
 
     def _arange(self, count: int) -> torch.Tensor:
         return torch.arange(count, device=self._device)
@@ -378,7 +401,8 @@ class TorchEngine:
             ):
                 keys, values = cache.read(row, length)
                 ids = np.concatenate([request.prompt_ids, drawn[:-1]])
-                self._kept.put(request.uid, KeptKeys(token_ids=ids, keys=keys, values=values))
+                kept = KeptKeys(token_ids=ids, keys=keys, values=values, routes=batch.routes_of(index))
+                self._kept.put(request.uid, kept)
         sources, targets = batch.retire()
         if sources:
             cache.move(sources, targets, int(batch.positions().max()) + 1)

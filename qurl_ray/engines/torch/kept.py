@@ -15,6 +15,8 @@ class KeptKeys:
     keys: torch.Tensor
     """[layers, key heads, n, d]; values likewise."""
     values: torch.Tensor
+    routes: np.ndarray | None = None
+    """Experts of these tokens, if they are recorded (AnswerTokens.routes)."""
 
     @property
     def bytes(self) -> int:

@@ -19,7 +19,7 @@ from qurl_ray.engines.protocol import Buffers
 from qurl_ray.errors import SyncError
 from qurl_ray.numerics.products import Linear
 from qurl_ray.policy.adapters import move_adapter
-from qurl_ray.policy.load import HEAD
+from qurl_ray.policy.weights import HEAD
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.kernels import kernel_for

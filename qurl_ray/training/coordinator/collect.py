@@ -258,6 +258,7 @@ class Collector:
                         versions=completions[i].versions,
                         mask=completions[i].mask,
                         rows=completions[i].rows,
+                        routes=completions[i].routes,
                         group=len(collected.groups),
                         watched=i in watched,
                     )

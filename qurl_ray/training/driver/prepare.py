@@ -28,6 +28,7 @@ from qurl_ray.files import why_unwritable
 from qurl_ray.numerics.invariance import BatchInvariance, invariance_for
 from qurl_ray.planning.on_gpu import fit_on_gpu
 from qurl_ray.policy.adapters import adapters_of, add_adapters, load_adapter, read_adapter, target_modules
+from qurl_ray.policy.experts import mixture_of
 from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.gguf import cached_gguf_policy, converted
 from qurl_ray.policy.layers import window_of
@@ -340,6 +341,16 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
         QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
     """
     check_heads(config, model.config.num_attention_heads)
+    if config.rollout.router_replay != "off" and not mixture_of(model.config):
+        raise ConfigError(
+            f"rollout.router_replay={config.rollout.router_replay} needs a mixture of experts, and "
+            f"{type(model).__name__} is dense: leave it out"
+        )
+    if mixture_of(model.config) and not config.rollout.engine_entry.experts:
+        raise ConfigError(
+            f"{type(model).__name__} is a mixture of experts, which rollout.engine={config.rollout.engine} does not "
+            "have: set rollout.engine=torch"
+        )
     window, longest = window_of(model.config), config.model.max_length or model.config.max_position_embeddings
     if window and config.learner.device == "cuda" and longest > window:
         raise ConfigError(

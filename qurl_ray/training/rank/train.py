@@ -138,6 +138,7 @@ def train_loop(context: dict[str, Any]) -> None:
         adaptation=prepared,
         against_start=lora is not None and config.algorithm.kl_coef > 0,
         calibrate_every=config.algorithm.calibrate_every,
+        replay_reference=config.rollout.router_replay == "always",
         rows=StoredWeights(spec, model).rows if sharded else None,
     )
     if folded and sharded:  # its weights have been read now

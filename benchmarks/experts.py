@@ -1,0 +1,142 @@
+"""A mixture of experts on the quickstart's sums, with and without router replay: python benchmarks/experts.py (hours).
+
+Eight experts in each layer, two for each token. Three parts, each a set of runs that are kept (a second call makes only
+missing ones), and a decode:
+
+    learning  INT8 rollouts without and with replay, and INT8 in a unified flow: what is solved after the run
+    mismatch  the same at a rate that moves nothing: KL(b‖p), effective sample size and share of routes that differ
+    decode    a random shape of about 1 B parameters, 0.3 B of them active: INT8 over float32, 1 to 8 rows
+
+The figures go to benchmarks/results/experts.json after every one of them.
+"""
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from cells import Arm, cell
+from shared import RESULTS, ROOT, machine
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from qurl_ray.engines.torch.engine import TorchEngine
+from qurl_ray.policy.attention import NAME
+from qurl_ray.policy.experts import with_experts
+from qurl_ray.policy.load import with_row_rules
+from qurl_ray.policy.save import save_policy
+from qurl_ray.policy.tiny import make_tokenizer
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.units import units
+from qurl_ray.types import PolicySpec, Request, SamplingParams
+from qurl_ray.weights.local import load_into
+
+SUMS = "qurl_ray/configs/quickstart.yaml"
+MIXTURE = ("model.experts=8", "model.intermediate_size=128")
+UNIFIED = ("precision_flow=unified", "quantization.uaq_scale=1", "algorithm.correction=ignore")
+ARMS = (
+    Arm(name="INT8", settings=(), color="#0072B2"),
+    Arm(name="INT8, replay", settings=("rollout.router_replay=rollout",), color="#009E73"),
+    Arm(name="INT8 unified", settings=UNIFIED, color="#D55E00"),
+)
+MISMATCH = ("mismatch/kl", "mismatch/ess", "mismatch/routes_differing")
+
+
+def random_mixture(folder: Path) -> PolicySpec:
+    """A policy of 1.0 B parameters with random weights, 0.2 B of which compute each token."""
+    config = Qwen3MoeConfig(
+        vocab_size=18,
+        hidden_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        moe_intermediate_size=768,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = with_experts(Qwen3MoeForCausalLM._from_config(config, attn_implementation=NAME))
+    for parameter in model.base_model.layers.parameters():
+        if parameter.ndim == 2:
+            parameter.data.normal_(std=0.02)
+    save_policy(with_row_rules(model), make_tokenizer(), folder)
+    return PolicySpec(source=str(folder))
+
+
+def decode_rates(folder: Path, rows: tuple[int, ...] = (1, 2, 4, 8), rounds: int = 3) -> dict[str, list[float]]:
+    """Tokens per second of INT8 over those of float32, by rows; one ratio for each pair of measurements."""
+    from qurl_ray.policy.load import load_model
+
+    spec = random_mixture(folder) if not folder.is_dir() else PolicySpec(source=str(folder))
+    model, engines = load_model(spec), {}
+    for name in ("none", "int8"):
+        engine = TorchEngine(spec, slots=max(rows))
+        fmt = get_format(name, engine.weight_max_code(name)) if name != "none" else None
+        load_into(engine, model.named_parameters(), fmt, quantized=units(model, [r"lm_head\."]) if fmt else {})
+        engines[name] = engine
+    sampling = SamplingParams(max_new_tokens=33, ignore_eos=True)
+    prompt = np.full(4, 5, dtype=np.int32)
+
+    def seconds(engine: TorchEngine, count: int) -> float:
+        requests = [Request(uid=str(i), prompt_ids=prompt, seed=i, sampling=sampling) for i in range(count)]
+        started = time.perf_counter()
+        engine.generate(requests, version=1)
+        return time.perf_counter() - started
+
+    ratios: dict[str, list[float]] = {str(count): [] for count in rows}
+    for round_ in range(rounds + 1):
+        for count in rows:
+            took = {name: seconds(engine, count) for name, engine in engines.items()}
+            if round_:  # the first fills caches
+                ratios[str(count)].append(took["none"] / took["int8"])
+    return ratios
+
+
+def main(
+    seeds: Annotated[int, typer.Option(help="Seeds of each arm.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of the part learning.")] = 120,
+    decode: Annotated[bool, typer.Option(help="Make the part decode.")] = True,
+    runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "experts",
+    out: Annotated[Path, typer.Option(help="The JSON file.")] = RESULTS / "experts.json",
+) -> None:
+    """Make the runs, and write their figures after every one."""
+    runs = runs.resolve()
+    figures: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
+    figures["machine"] = machine()
+
+    def keep(name: str, value: Any) -> None:
+        figures[name] = value
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+        print(name, json.dumps(value), flush=True)
+
+    torch.manual_seed(0)
+    if decode:
+        runs.mkdir(parents=True, exist_ok=True)
+        ratios = decode_rates(runs / "random")
+        keep("INT8 decode over float32, by rows", {rows: statistics.median(each) for rows, each in ratios.items()})
+    for arm in ARMS:
+        solved, mismatch = [], []
+        for seed in range(seeds):
+            common = (*MIXTURE, f"model.seed={seed}")
+            learned = cell("learning", SUMS, (*common, f"steps={steps}"), arm, seed, runs, quiet=True)
+            assert learned
+            solved.append(learned.summary["accuracy_after_quantized"])
+            keep(f"solved after {steps} steps, {arm.name}", solved)
+            still = cell("mismatch", SUMS, (*common, "steps=3", "learner.lr=1e-9"), arm, seed, runs, quiet=True)
+            assert still
+            mismatch.append(
+                {key.split("/")[1]: still.last(key) for key in MISMATCH if still.steps[-1]["values"].get(key)}
+            )
+            keep(f"mismatch, {arm.name}", mismatch)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,230 @@
+"""Mixtures of experts: one forward pass for engines and learner, in which each row depends on that row alone.
+
+    p = softmax(router(x))        e_1 … e_k = the k largest of p, the lower index first where two are equal
+    y = Σ_j w_j · expert_{e_j}(x)    w = p at e_1 … e_k, divided by their sum in most architectures
+
+transformers holds all experts of a layer in two three-dimensional parameters, and multiplies with them in ways whose
+bits depend on the batch. Here each expert is three linears of its own, under the names of the hub's checkpoints. So
+codes, equalization, deltas, adapters and exports treat an expert as they treat any linear, and none can be left out.
+Rows are sorted by expert, and each expert multiplies its own by the products of numerics.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from qurl_ray.errors import ConfigError
+from qurl_ray.numerics.products import ExactLinear, Linear, linear
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Settings with which architectures count their experts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """How an architecture names what a mixture consists of."""
+
+    experts: str
+    width: str
+    normalizes: str | bool
+    """Setting that says if the weights of a token's experts add up to 1, or that they always do."""
+    stored: Mapping[str, str]
+    """Parts of the names in a module tree, and in the hub's checkpoints, where they differ."""
+
+
+_KINDS = {
+    "qwen3_moe": _Kind(experts="num_experts", width="moe_intermediate_size", normalizes="norm_topk_prob", stored={}),
+    "olmoe": _Kind(experts="num_experts", width="intermediate_size", normalizes="norm_topk_prob", stored={}),
+    "mixtral": _Kind(
+        experts="num_local_experts",
+        width="intermediate_size",
+        normalizes=True,
+        stored={".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """Sizes of a mixture of experts."""
+
+    experts: int
+    """Experts of a layer."""
+    active: int
+    """Experts that compute each token."""
+    width: int
+    """Width of an expert's hidden layer."""
+    normalizes: bool
+    """The weights of a token's experts add up to 1."""
+
+
+def mixture_of(config: PreTrainedConfig) -> Mixture | None:
+    """Return the sizes of a mixture of experts; None for a dense model.
+
+    Raises:
+        ConfigError: the architecture or an option of its router is not known, or the sizes contradict each other. The
+            message begins with the setting.
+    """
+    if not any((getattr(config, count, None) or 0) > 1 for count in _COUNTS):
+        return None
+    kind = _KINDS.get(config.model_type)
+    if kind is None:
+        known = ", ".join(_KINDS)
+        raise ConfigError(
+            f"model_type={config.model_type} is a mixture of experts that is not known here ({known} are)"
+        )
+    if jitter := getattr(config, "router_jitter_noise", 0):
+        raise ConfigError(f"router_jitter_noise={jitter} is not supported: engine and learner would differ")
+    normalizes = kind.normalizes if isinstance(kind.normalizes, bool) else bool(getattr(config, kind.normalizes))
+    mixture = Mixture(
+        experts=getattr(config, kind.experts),
+        active=config.num_experts_per_tok,
+        width=getattr(config, kind.width),
+        normalizes=normalizes,
+    )
+    if not 1 <= mixture.active <= mixture.experts:
+        raise ConfigError(f"num_experts_per_tok={mixture.active}, and there are {mixture.experts} experts")
+    return mixture
+
+
+def stored_name(config: PreTrainedConfig, name: str) -> str:
+    """Return the name of a parameter in the hub's checkpoints of this architecture."""
+    kind = _KINDS.get(config.model_type)
+    if kind and ".mlp." in name:
+        for own, stored in kind.stored.items():
+            name = name.replace(own, stored)
+    return name
+
+
+class Router(ExactLinear):
+    """Chooses the experts of each token, in float32. It is never quantized, as a last bit may change a route.
+
+    Args:
+        hidden: width of the states.
+    """
+
+    def __init__(self, hidden: int, mixture: Mixture, **kind: Any) -> None:
+        super().__init__(hidden, mixture.experts, bias=False, **kind)
+        self._active, self._normalizes = mixture.active, mixture.normalizes
+
+    def forward(  # type: ignore[override]
+        self, input: torch.Tensor, replayed_Nk: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (weights, experts, own experts) of the states [N, d]: float32, int64 and int64 [N, k], the largest
+        weight first.
+
+        Args:
+            replayed_Nk: experts to take in place of its own; its own are taken for tokens with -1.
+        """
+        with torch.autocast(input.device.type, enabled=False):
+            probs_NE = linear(input.float(), self.weight.float()).softmax(dim=-1)
+        # Not topk, which promises no order among equal ones.
+        own_Nk = probs_NE.sort(dim=-1, descending=True, stable=True).indices[:, : self._active]
+        experts_Nk = own_Nk if replayed_Nk is None else torch.where(replayed_Nk < 0, own_Nk, replayed_Nk)
+        weights_Nk = probs_NE.gather(1, experts_Nk)
+        if self._normalizes:
+            weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
+        return weights_Nk, experts_Nk, own_Nk
+
+
+class Expert(nn.Module):
+    """One gated MLP, down(act(gate(x)) · up(x))."""
+
+    def __init__(self, hidden: int, width: int, activation: str, **kind: Any) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden, width, bias=False, **kind)
+        self.up_proj = Linear(hidden, width, bias=False, **kind)
+        self.down_proj = Linear(width, hidden, bias=False, **kind)
+        self.act_fn = ACT2FN[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MixtureMlp(nn.Module):
+    """The MLP of a layer with experts; see the module's text.
+
+    Args:
+        hidden: width of the states.
+    """
+
+    def __init__(self, hidden: int, mixture: Mixture, activation: str, **kind: Any) -> None:
+        super().__init__()
+        self.gate = Router(hidden, mixture, **kind)
+        self.experts = nn.ModuleList(Expert(hidden, mixture.width, activation, **kind) for _ in range(mixture.experts))
+        self.replayed_Nk: torch.Tensor | None = None
+        """Experts to take in the next pass; see Router."""
+        self.taken_Nk: torch.Tensor | None = None
+        """Experts that the last pass took."""
+        self.differing = self.compared = 0
+        """Numbers of tokens whose own experts were others than those replayed, and of all that were replayed."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.is_meta:
+            return hidden_states  # without data there are no routes
+        x_Nd = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights_Nk, experts_Nk, own_Nk = self.gate(x_Nd, self.replayed_Nk)
+        self.taken_Nk = experts_Nk
+        if self.replayed_Nk is not None:
+            real_N = self.replayed_Nk[:, 0] >= 0
+            other_N = (experts_Nk.sort(dim=-1).values != own_Nk.sort(dim=-1).values).any(dim=-1)
+            self.differing += int((other_N & real_N).sum())
+            self.compared += int(real_N.sum())
+        active = experts_Nk.shape[1]
+        order = experts_Nk.flatten().argsort(stable=True)
+        counts = torch.bincount(experts_Nk.flatten(), minlength=len(self.experts)).tolist()
+        parts = x_Nd[order // active].split(counts)
+        computed = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
+        if torch.is_grad_enabled():  # zeros for the others: on every rank, the same parameters have gradients
+            idle = [expert for expert, count in zip(self.experts, counts, strict=True) if not count]
+            computed += [expert(x_Nd[:1].detach())[:0] for expert in idle]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        y_Nkd = torch.cat(computed)[back].view(-1, active, x_Nd.shape[1])
+        weighted_Nkd = y_Nkd * weights_Nk[:, :, None].to(y_Nkd.dtype)
+        y_Nd = weighted_Nkd[:, 0]
+        for place in range(1, active):  # one after the other: a sum's order is part of its bits
+            y_Nd = y_Nd + weighted_Nkd[:, place]
+        return y_Nd.view(hidden_states.shape)
+
+
+def with_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """Replace transformers' mixtures of experts by those of this module, in place and without their values; return the
+    model. A dense one stays as it is."""
+    mixture = mixture_of(model.config)
+    if mixture is None:
+        return model
+    model.config.output_router_logits = False  # transformers records them from modules that are gone
+    hidden, activation = model.config.hidden_size, model.config.hidden_act
+    for layer in model.base_model.layers:
+        if hasattr(layer.mlp, "experts"):  # some layers may be dense
+            fused = next(layer.mlp.parameters())
+            layer.mlp = MixtureMlp(hidden, mixture, activation, device=fused.device, dtype=fused.dtype)
+    return model
+
+
+def mixtures(model: nn.Module) -> list[MixtureMlp]:
+    """Return the mixtures of a model, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, MixtureMlp)]
+
+
+def replay_routes(model: nn.Module, routes_NLk: torch.Tensor | None) -> None:
+    """Let the next passes take these experts: int64 [tokens, layers with experts, k], -1 for their own; None for their
+    own everywhere. They stay, as checkpointing computes a pass again."""
+    for layer, mixture in enumerate(mixtures(model)):
+        mixture.replayed_Nk = None if routes_NLk is None else routes_NLk[:, layer]
+
+
+def count_differing(model: nn.Module) -> tuple[int, int]:
+    """Return how many (token, layer) pairs would have taken other experts than those replayed, and how many were
+    replayed, since the last call."""
+    all_of_them = mixtures(model)
+    counts = sum(m.differing for m in all_of_them), sum(m.compared for m in all_of_them)
+    for mixture in all_of_them:
+        mixture.differing = mixture.compared = 0
+    return counts
