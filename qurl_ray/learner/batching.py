@@ -32,7 +32,10 @@ class MiniBatch:
         ids = [part for s in samples for part in (s.prompt_ids, s.token_ids, s.versions)]
         masks = [s.mask for s in samples if s.mask is not None]
         rest = [
-            (len(s.prompt_ids), s.length, s.mask is not None, s.uid, s.reward, s.advantage, s.group, s.watched)
+            (
+                *(len(s.prompt_ids), s.length, s.mask is not None, 0 if s.routes is None else len(s.routes)),
+                *(s.uid, s.reward, s.advantage, s.group, s.watched),
+            )
             for s in samples
         ]
         return _arrived, (
@@ -42,6 +45,7 @@ class MiniBatch:
             np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in samples)]),
             np.concatenate([np.zeros(0, bool), *masks]),
             rest,
+            np.concatenate(routes) if (routes := [s.routes for s in samples if s.routes is not None]) else None,
             *_sent_turns(samples),
         )
 
@@ -53,12 +57,13 @@ def _arrived(
     logprobs: np.ndarray,
     masks: np.ndarray,
     rest: list[tuple],
+    routes: np.ndarray | None,
     *turns: Any,
 ) -> MiniBatch:
     """Rebuild the mini-batch that MiniBatch.__reduce__ pickled; `turns` is the result of _sent_turns."""
     samples: list[Trajectory] = []
-    at = scored = masked = 0
-    for prompt, length, has_mask, uid, reward, advantage, group, watched in rest:
+    at = scored = masked = routed = 0
+    for prompt, length, has_mask, recorded, uid, reward, advantage, group, watched in rest:
         tokens = length - prompt
         samples.append(
             Trajectory(
@@ -68,6 +73,7 @@ def _arrived(
                 versions=ids[at + length : at + length + tokens],
                 logprobs=logprobs[scored : scored + tokens],
                 mask=masks[masked : masked + tokens] if has_mask else None,
+                routes=routes[routed : routed + recorded] if routes is not None and recorded else None,
                 reward=reward,
                 advantage=advantage,
                 group=group,
@@ -75,6 +81,7 @@ def _arrived(
             )
         )
         at, scored, masked = at + length + tokens, scored + tokens, masked + tokens * has_mask
+        routed += recorded
     if turns:
         sizes, ends, values = turns
         for place, count, compared, row in sizes:
@@ -113,7 +120,8 @@ class Tensors:
     def to(self, device: str) -> "Tensors":
         """Return these tensors on `device`."""
         held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Tensors(**{name: part if part is None else part.to(device) for name, part in held.items()})
+        moved: dict[str, Any] = {name: part if part is None else part.to(device) for name, part in held.items()}
+        return Tensors(**moved)
 
 
 def plan(

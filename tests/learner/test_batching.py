@@ -75,6 +75,12 @@ def with_turns(sample: Trajectory, count: int, *, compared: bool = False) -> Tra
     return replace(sample, turns=TurnCredit(ends=ends, rewards=rewards, advantages=advantages))
 
 
+def with_routes(sample: Trajectory) -> Trajectory:
+    """The sample with two experts for each of its tokens in each of three layers."""
+    routes = np.random.default_rng(sample.length).integers(0, 9, (sample.length - 1, 3, 2)).astype(np.uint8)
+    return replace(sample, routes=routes)
+
+
 @settings(max_examples=50, deadline=None)
 @given(lengths=groups_of, updates=st.integers(1, 3), ranks=st.integers(1, 4), turns=st.sampled_from(["none", "some"]))
 def test_a_share_arrives_as_it_was_sent(lengths, updates, ranks, turns):
@@ -90,6 +96,7 @@ def test_a_share_arrives_as_it_was_sent(lengths, updates, ranks, turns):
             [with_turns(s, p + g, compared=g % 3 > 1) if g else s for g, s in enumerate(group)]
             for p, group in enumerate(groups)
         ]
+    groups = [[with_routes(s) if (p + g) % 3 else s for g, s in enumerate(group)] for p, group in enumerate(groups)]
     for share in plan(groups, updates=updates, ranks=ranks, token_budget=40, seed=1):
         arrived = pickle.loads(pickle.dumps(share, protocol=5))
         assert [m.denominators for m in arrived] == [m.denominators for m in share]
@@ -113,8 +120,9 @@ def same_fields(found: object, expected: object) -> None:
 def test_a_share_without_turns_has_nothing_of_them():
     (share,) = plan([[trajectory("a", 4), trajectory("b", 2)]], updates=1, ranks=1, token_budget=99, seed=0)
     _, sent = share[0].__reduce__()
-    assert len(sent) == 6
-    assert {len(row) for row in sent[-1]} == {8}
+    assert len(sent) == 7
+    assert sent[-1] is None
+    assert {len(row) for row in sent[-2]} == {9}
 
 
 def test_turns_say_where_rewards_come_and_where_turns_start():

@@ -1,0 +1,51 @@
+"""Whole runs of a mixture of experts: replayed routes, exact resume, and files that stock transformers loads."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qurl_ray.config import load_config
+from qurl_ray.evaluation.evaluate import evaluate
+from qurl_ray.training.driver.run import run
+from tests.training.driver.test_run import assert_resumed_ends_like
+from tests.training.runs import WHOLE, events, parameters
+
+pytestmark = pytest.mark.ray
+
+MIXTURE = [*WHOLE, "model.experts=4", "model.intermediate_size=128"]
+
+
+@pytest.mark.equal_bits
+def test_routes_arrive_at_the_learner_and_the_run_is_resumed_to_the_bit(tmp_path, cluster):
+    settings = [*MIXTURE, "rollout.router_replay=rollout"]
+    whole = run(load_config(None, [*settings, f"output_dir={tmp_path}"]))
+    steps = [line["values"] for line in events(whole.run_dir, "step")]
+    assert all(0 <= values["mismatch/routes_differing"] < 0.5 for values in steps)
+    assert any(values["mismatch/routes_differing"] > 0 for values in steps)
+    assert all(values["sync/probe_gap_max"] == 0 for values in steps if "sync/probe_gap_max" in values)
+    stock = AutoModelForCausalLM.from_pretrained(whole.policy, dtype=torch.float32)
+    assert stock.model.layers[0].mlp.experts.gate_up_proj.shape[0] == 4
+    report = evaluate(load_config(whole.run_dir / "config.yaml", []), whole.run_dir / "policy-int8")
+    assert report.quantization == "int8"
+    assert_resumed_ends_like(whole, tmp_path, settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["learner.backend=fsdp", "learner.workers=2", "rollout.router_replay=always", "algorithm.kl_coef=0.01"],
+        ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
+        ["precision_flow=unified", "algorithm.correction=ignore", "learner.sequence_parallel=2", "learner.workers=2"],
+        ["learner.lora.rank=4", "algorithm.correction=ignore", "quantization.uaq_scale=1"],
+    ],
+    ids=["fsdp", "deepspeed", "sequence", "lora"],
+)
+def test_other_learners_train_experts(tmp_path, cluster, settings):
+    whole = run(load_config(None, [*MIXTURE, *settings, f"output_dir={tmp_path}"]))
+    steps = [line["values"] for line in events(whole.run_dir, "step")]
+    assert len(steps) == 4
+    if "algorithm.correction=ignore" in settings:
+        assert all(values["mismatch/kl"] == 0 for values in steps)
+    assert parameters(whole.policy).isfinite().all()
+    assert_resumed_ends_like(whole, tmp_path, [*MIXTURE, *settings])
