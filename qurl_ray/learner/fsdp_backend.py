@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import ReadRows, Resident, make_optimizers, unscale, world
 from qurl_ray.learner.state import SavedState, own_rows, save_rows
+from qurl_ray.policy.experts import mixtures
 
 
 def shard(module: nn.Module, device: str, model: nn.Module, rows: ReadRows | None) -> None:
@@ -30,7 +31,9 @@ def shard(module: nn.Module, device: str, model: nn.Module, rows: ReadRows | Non
         rows: None if the weights are there.
     """
     mesh = init_device_mesh(device, (world()[1],))
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    # Experts are gathered with their block: ranks compute different ones, and must make the same collective calls.
+    inner = [mixture.experts for mixture in mixtures(module)]
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and part not in inner]
     for block in [block for blocks in reversed(lists) for block in blocks]:  # inner ones first
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
