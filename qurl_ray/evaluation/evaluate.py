@@ -6,17 +6,18 @@ All estimates have 95 % intervals.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from qurl_ray.config import RunConfig
 from qurl_ray.data.answers import items_to_judge
 from qurl_ray.data.prompts import check_chat, check_lengths, encode_prompt
-from qurl_ray.data.tasks import load_task
+from qurl_ray.data.tasks import Task, load_task
 from qurl_ray.engines.requests import make_requests
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.environments.declared import declared_traits, with_tools
@@ -33,7 +34,7 @@ from qurl_ray.evaluation.trajectories import TurnsHere
 from qurl_ray.policy.load import context_length, stop_ids
 from qurl_ray.rewards.process import VerifierProcess
 from qurl_ray.rl.ratios import kl_estimate
-from qurl_ray.types import Request, SamplingParams
+from qurl_ray.types import PolicySpec, Request, SamplingParams
 from qurl_ray.weights.local import FolderPolicy, policy_in
 
 _PROBLEMS_AT_A_TIME = 64  # between two progress reports
@@ -111,81 +112,39 @@ def evaluate(
     started = time.perf_counter()
     policy = Path(policy)
     held = policy_in(policy, config.model.max_length)
-    quantization, spec, tokenizer = held.format(quantization), held.spec, held.tokenizer()
-    config = with_tools(config, declared_traits(config.environment))
-    task = load_task(config.task, eval_problems=config.evaluation.problems)
-    check_chat(config.task, tokenizer, task.held_out)
-    encode = partial(encode_prompt, tokenizer=tokenizer, task=config.task)
-    limit = config.rollout.max_new_tokens
-    check_lengths(task.held_out, encode, max_new_tokens=limit, context=context_length(spec))
+    quantization, tokenizer = held.format(quantization), held.tokenizer()
     other = policy_in(Path(against), config.model.max_length) if against else None
     if other and other.tokenizer().get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"{against} has another tokenizer than {policy}: their answers cannot be compared")
-
-    def engine_of(chosen: FolderPolicy, format_name: str) -> TorchEngine:
-        make = partial(TorchEngine, chosen.spec, slots=config.rollout.slots)
-        return chosen.into(lambda kernel: make(kernel=kernel), format_name, config.quantization)[0]
-
-    engine = engine_of(held, quantization)
-    stops = stop_ids(spec, tokenizer)
-    greedy = SamplingParams(temperature=0.0, max_new_tokens=limit, stop_ids=stops)
-    rounds = [(greedy, 1)]
-    if samples:
-        rounds.append((SamplingParams(temperature=temperature, max_new_tokens=limit, stop_ids=stops), samples))
-    total = len(task.held_out) * (sum(count for _, count in rounds) + (other is not None))
-    failed = done = 0
+    config = with_tools(config, declared_traits(config.environment))
+    task = load_task(config.task, eval_problems=config.evaluation.problems)
+    check_chat(config.task, tokenizer, task.held_out)
+    exam = _Exam(config, task, held.spec, tokenizer, progress)
+    check_lengths(task.held_out, exam.encode, max_new_tokens=config.rollout.max_new_tokens, context=exam.context)
+    exam.total = len(task.held_out) * (1 + samples + (other is not None))
     timeout_s, memory_gb = config.task.reward_timeout_s, config.task.reward_memory_gb
-
-    def requests_of(sampling: SamplingParams, count: int) -> list[Request]:
-        # All at once, because the seed of a request depends on the index of its problem among all problems.
-        return make_requests(
-            task.held_out, encode, samples=count, sampling=sampling, seed=config.seed, salt="evaluation"
-        )
-
-    def judged(engine: TorchEngine, sampling: SamplingParams, count: int) -> np.ndarray:
-        """Return the rewards [problem, sample] of an engine's answers."""
-        nonlocal failed, done
-        rewards: list[float] = []
-        requests = requests_of(sampling, count)
-        owners = [problem for problem in task.held_out for _ in range(count)]
-        with ExitStack() as stack:
-            turns = None
-            if config.environment.type is not None:
-                turns = stack.enter_context(TurnsHere(config, engine, tokenizer, stops, context=context_length(spec)))
-            for start in range(0, len(requests), _PROBLEMS_AT_A_TIME * count):
-                part = slice(start, start + _PROBLEMS_AT_A_TIME * count)
-                if turns:
-                    verdicts = turns.judged(requests[part], owners[part], verifier)
-                else:
-                    completions = engine.generate(requests[part], version=1)
-                    items = items_to_judge(completions, owners[part], tokenizer, stops, config.task)
-                    verdicts = verifier.judge_many(items)
-                rewards += [verdict.reward for verdict in verdicts]
-                failed += sum(verdict.status != "ok" for verdict in verdicts)
-                done += len(verdicts)
-                progress(done, total)
-        return np.array(rewards).reshape(-1, count)
-
+    engine = _engine(held, quantization, config)
     with VerifierProcess(task.reward, timeout_s, memory_gb=memory_gb) as verifier:
         verifier.check()
-        rewards_by_round = [judged(engine, sampling, count) for sampling, count in rounds]
+        greedy_P = sampled_PG = exam.rewards(engine, verifier)[:, 0]
+        if samples:
+            sampled_PG = exam.rewards(engine, verifier, temperature, samples)
         kernels, comparison = engine.kernels(), None
         if other:
-            drawn = requests_of(replace(greedy, temperature=1.0), 1)
-            answers = engine.generate(drawn, version=1)
-            engine.close()
-            engine = engine_of(other, other.held)  # one engine at a time
-            texts = [(r.prompt_ids, answer.token_ids) for r, answer in zip(drawn, answers, strict=True)]
-            rewards_P = judged(engine, greedy, 1)[:, 0]
+            requests = exam.requests(1.0, 1)
+            answers = engine.generate(requests, version=1)
+            engine.close()  # one engine at a time
+            engine = _engine(other, other.held, config)
+            texts = [(r.prompt_ids, answer.token_ids) for r, answer in zip(requests, answers, strict=True)]
+            other_P = exam.rewards(engine, verifier)[:, 0]
             comparison = Against(
                 policy=str(against),
                 quantization=other.held,
-                reward=reward_with_interval(rewards_P),
-                difference=mean_with_bootstrap_interval(rewards_by_round[0][:, 0] - rewards_P),
+                reward=reward_with_interval(other_P),
+                difference=mean_with_bootstrap_interval(greedy_P - other_P),
                 kl=_kl_with_interval([answer.logprobs for answer in answers], engine.score(texts)),
             )
-    greedy_P, sampled_PG = rewards_by_round[0][:, 0], rewards_by_round[-1]
-    solved_P = (sampled_PG > SOLVED).sum(axis=1)
+    solved_P = (sampled_PG > SOLVED).sum(axis=-1)
     return Report(
         policy=str(policy),
         quantization=quantization,
@@ -199,11 +158,76 @@ def evaluate(
         pass_at_k=mean_with_bootstrap_interval([pass_at_k(samples, int(c), samples) for c in solved_P])
         if samples
         else None,
-        failed_rewards=failed,
+        failed_rewards=exam.failed,
         seconds=time.perf_counter() - started,
         sets=_by_set(greedy_P, [problem.held_out_set for problem in task.held_out]),
         against=comparison,
     )
+
+
+def _engine(policy: FolderPolicy, format_name: str, config: RunConfig) -> TorchEngine:
+    make = partial(TorchEngine, policy.spec, slots=config.rollout.slots)
+    engine, _ = policy.into(lambda kernel: make(kernel=kernel), format_name, config.quantization)
+    return engine
+
+
+class _Exam:
+    """The held-out problems of a task: requests to an engine, and rewards of its answers.
+
+    Args:
+        progress: called with (number of answers judged, total number of answers).
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        spec: PolicySpec,
+        tokenizer: PreTrainedTokenizerBase,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._config, self._problems, self._tokenizer, self._progress = config, task.held_out, tokenizer, progress
+        self.encode = partial(encode_prompt, tokenizer=tokenizer, task=config.task)
+        self.context = context_length(spec)
+        self._stops = stop_ids(spec, tokenizer)
+        self.failed = self._done = self.total = 0
+
+    def requests(self, temperature: float, count: int) -> list[Request]:
+        """Return `count` requests for each problem. All at once, because the seed of a request depends on the index of
+        its problem among all problems."""
+        limit = self._config.rollout.max_new_tokens
+        sampling = SamplingParams(temperature=temperature, max_new_tokens=limit, stop_ids=self._stops)
+        seed = self._config.seed
+        return make_requests(
+            self._problems, self.encode, samples=count, sampling=sampling, seed=seed, salt="evaluation"
+        )
+
+    def rewards(
+        self, engine: TorchEngine, verifier: VerifierProcess, temperature: float = 0.0, count: int = 1
+    ) -> np.ndarray:
+        """Return the rewards [problem, sample] of an engine's answers; by default of greedy ones."""
+        config, rewards = self._config, list[float]()
+        requests = self.requests(temperature, count)
+        owners = [problem for problem in self._problems for _ in range(count)]
+        with ExitStack() as stack:
+            turns = None
+            if config.environment.type is not None:
+                turns = stack.enter_context(
+                    TurnsHere(config, engine, self._tokenizer, self._stops, context=self.context)
+                )
+            for start in range(0, len(requests), _PROBLEMS_AT_A_TIME * count):
+                part = slice(start, start + _PROBLEMS_AT_A_TIME * count)
+                if turns:
+                    verdicts = turns.judged(requests[part], owners[part], verifier)
+                else:
+                    completions = engine.generate(requests[part], version=1)
+                    items = items_to_judge(completions, owners[part], self._tokenizer, self._stops, config.task)
+                    verdicts = verifier.judge_many(items)
+                rewards += [verdict.reward for verdict in verdicts]
+                self.failed += sum(verdict.status != "ok" for verdict in verdicts)
+                self._done += len(verdicts)
+                self._progress(self._done, self.total)
+        return np.array(rewards).reshape(-1, count)
 
 
 def _kl_with_interval(drawn: Sequence[np.ndarray], scored: Sequence[np.ndarray]) -> Estimate:
