@@ -45,7 +45,9 @@ def through_codes(
             codes = (frozen or {}).get(units[name].weight)
             own = precision.factors.get(name, Factors())
             forwards.append((module, _quantized(precision.fmt, dtype, own, codes)))
-        elif dtype != torch.float32 and any(True for _ in module.parameters(recurse=False)):
+        elif dtype != torch.float32 and {f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)} - (
+            precision.exact
+        ):
             # Factors are powers of two, and make no difference here.
             forwards.append((module, _rounded(module.forward, dtype)))
     with computing_with(forwards):

@@ -1,6 +1,6 @@
 """The interface of a learner, as the training loop uses it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -46,6 +46,8 @@ class EnginePrecision:
     """Units that were sent as codes, by the names of their parameters."""
     unquantized: Literal["float32", "bfloat16", "float16"]
     """Type in which the other parameters were sent."""
+    exact: Set[str] = frozenset()
+    """Names of parameters that were sent in float32 all the same."""
     kv_cache: Literal["full", "fp8"] = "full"
     """Precision in which the engines hold keys and values."""
     factors: Mapping[str, Factors] = field(default_factory=dict)

@@ -213,6 +213,11 @@ def mixtures(model: nn.Module) -> list[MixtureMlp]:
     return [module for module in model.modules() if isinstance(module, MixtureMlp)]
 
 
+def router_weights(model: nn.Module) -> frozenset[str]:
+    """Return the names of the weights of a model's routers."""
+    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Router))
+
+
 def replay_routes(model: nn.Module, routes_NLk: torch.Tensor | None) -> None:
     """Let the next passes take these experts: int64 [tokens, layers with experts, k], -1 for their own; None for their
     own everywhere. They stay, as checkpointing computes a pass again."""

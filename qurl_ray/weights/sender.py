@@ -143,6 +143,7 @@ class Sender:
             fmt=fmt,
             quantized=self._link.publisher.quantized,
             unquantized=unquantized,
+            exact=self._link.publisher.exact,
             kv_cache=config.rollout.kv_cache,
             factors=self._learner.factors() if fmt and config.quantization.equalizes(fmt.name) else {},
         )

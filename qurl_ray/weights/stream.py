@@ -7,7 +7,7 @@ version is compared with that copy: only the changes have to travel.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -58,6 +58,8 @@ class Publisher:
     tied: Mapping[str, str] = field(default_factory=dict)
     """Names that are sent, if they are in `quantized`, as codes of another parameter and in addition to it, by the rank
     of that parameter: {"lm_head.weight": "model.embed_tokens.weight"}."""
+    exact: Set[str] = frozenset()
+    """Names of parameters that are sent in float32, however the others without codes are: weights of routers."""
     _sent: dict[str, tuple[TensorRecord, Payload]] = field(default_factory=dict)
     """Records and whole payloads of the version sent last, by name, also of the tensors that a subset left out.
     Payloads that were sent whole share their arrays."""
@@ -136,7 +138,7 @@ class Publisher:
                 tensor = parameter
                 if codes and not isinstance(tensor, QTensor):
                     tensor = quantize(tensor, codes)
-                record, whole = _whole(name, tensor, unquantized)
+                record, whole = _whole(name, tensor, "float32" if name in self.exact else unquantized)
                 _, before = last.pop(name, (None, None))
                 record, payload = _compared(replace(record, tied=tied), whole, before, base)
                 self._sent[name] = replace(record, bytes=whole.bytes, base_version=None), whole

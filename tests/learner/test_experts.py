@@ -12,8 +12,9 @@ from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.errors import SyncError
 from qurl_ray.learner.batching import plan, to_tensors
 from qurl_ray.learner.equalizer import equalizer_for
+from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.learner.scorer import Scores
-from qurl_ray.policy.experts import replay_routes
+from qurl_ray.policy.experts import replay_routes, router_weights
 from qurl_ray.policy.load import load_model
 from qurl_ray.policy.tiny import cached_tiny_policy
 from qurl_ray.quant.equalize import equalized
@@ -253,3 +254,24 @@ def test_a_continued_answer_has_the_routes_of_all_its_tokens(mixture_spec, mixtu
         assert len(second.routes) == len(ids) + len(second.token_ids) - 1
         found.append(second.routes)
     assert np.array_equal(*found)
+
+
+@pytest.mark.equal_bits
+def test_routers_are_sent_in_float32_beside_bfloat16(mixture_spec, mixture, tokenizer):
+    quantized, exact = units(mixture, KEEP), router_weights(mixture)
+    learner, engine = learner_of(mixture, None), TorchEngine(mixture_spec, slots=4)
+    publisher = Publisher(quantized, exact=exact)
+    send_into(publisher, engine, learner.named_parameters(), taken("int8"), version=1, unquantized="bfloat16")
+    for name in exact:
+        assert np.array_equal(engine.resident(name)[0], mixture.get_parameter(name).detach().numpy())
+    norm = "model.layers.0.input_layernorm.weight"
+    with torch.no_grad():
+        mixture.get_parameter(norm).add_(1e-3)
+    send_into(publisher, engine, learner.named_parameters(), taken("int8"), version=2, unquantized="bfloat16")
+    assert not np.array_equal(engine.resident(norm)[0], mixture.get_parameter(norm).detach().numpy())
+    request, *_ = requests_for(tokenizer, 1, 2)
+    drawn = engine.generate([request, replace(request, uid="b", seed=2)], version=2)
+    for sent, equal in ((exact, True), (frozenset(), False)):
+        precision = EnginePrecision(fmt=taken("int8"), quantized=quantized, unquantized="bfloat16", exact=sent)
+        own = learner.logprobs(drawn, request.prompt_ids, precision)
+        assert all(np.array_equal(a, c.logprobs) for a, c in zip(own, drawn, strict=True)) == equal

@@ -33,6 +33,7 @@ from qurl_ray.errors import ConfigError, CoordinatorDied, DeadlineExceeded, Qurl
 from qurl_ray.learner.equalizer import equalizer_for
 from qurl_ray.learner.learner import make_learner
 from qurl_ray.learner.protocol import Learner
+from qurl_ray.policy.experts import router_weights
 from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_head, unloaded_model
 from qurl_ray.quant.uaq import fold
 from qurl_ray.quant.units import Unit, units
@@ -97,6 +98,8 @@ def train_loop(context: dict[str, Any]) -> None:
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: watchdog.progress())
     rollouts, resume = config.rollout.quantization, start.resume
     tied = tied_head(model)
+    # An engine in fewer bits could not hold them.
+    exact = router_weights(model) if config.rollout.dtype == "float32" else frozenset()
     quantized: dict[str, Unit] = {}
     exported = config.export.format(rollouts)
     if rollouts != "none" or exported != "none":
@@ -145,7 +148,12 @@ def train_loop(context: dict[str, Any]) -> None:
         fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
     watchdog.rest()
     publisher = Publisher(
-        quantized=quantized, rank=rank, ranks=ranks, bucket_bytes=config.sync.bucket_mb << 20, tied=tied
+        quantized=quantized,
+        rank=rank,
+        ranks=ranks,
+        bucket_bytes=config.sync.bucket_mb << 20,
+        tied=tied,
+        exact=exact,
     )
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
     several = sum(node["Alive"] for node in ray.nodes()) > 1
