@@ -1,9 +1,11 @@
 """LoRA over codes against training of all parameters: python benchmarks/adapters.py (an hour on 2 cores).
 
-Three parts, each a set of runs that are kept (a second call makes only missing ones):
+Four parts, each a set of runs that are kept (a second call makes only missing ones):
 
     speed     SmolLM2, INT8, pairs of runs one after the other, the same number of samples in each step
     exact     SmolLM2, 20 steps of adapters: the largest gap, KL and bytes of all syncs
+    bytes     SmolLM2, 4 steps with deltas, as between nodes: adapters over codes (float32) and over full precision
+              (bfloat16), over a whole INT8 sync of all parameters
     learning  the quickstart's sums, 60 steps, three seeds of each arm
 
 and `memory`: bytes of weights, gradients and moments of SmolLM2's learner after an update, counted in this process. A
@@ -118,6 +120,14 @@ def main(
         assert exact
         largest = {key: max(exact.series(key)) for key in ("sync/probe_gap_max", "mismatch/kl", "sync/bytes")}
         keep("20 steps, the largest", largest | {"steps": len(exact.steps)})
+    if pairs:
+        whole = cell("speed", SMOLLM2, ("steps=5", *SAME), FULL, 0, runs, quiet=True)
+        assert whole
+        for form, base in (("float32", "codes"), ("bfloat16", "full")):
+            common = ("steps=4", *SAME, "sync.delta=true", f"learner.lora.base={base}")
+            sent = cell(f"bytes-{base}", SMOLLM2, common, LORA, 0, runs, quiet=True)
+            assert sent
+            keep(f"bytes of a delta, {form}, over a whole sync", sent.last("sync/bytes") / whole.last("sync/bytes"))
     for name, arm in (("adapters", LORA_SUMS), ("all parameters", FULL)):
         cells = [cell("learning", SUMS, ("steps=60",), arm, seed, runs, quiet=True) for seed in range(seeds)]
         if cells:
