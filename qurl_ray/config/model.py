@@ -51,8 +51,10 @@ class TinyModel(Section):
             raise ValueError("hidden_size must be a multiple of heads, and heads a multiple of kv_heads")
         if self.hidden_size // self.heads not in (32, 64, 96, 128):
             raise ValueError(f"hidden_size / heads must be 32, 64, 96 or 128, not {self.hidden_size // self.heads}")
-        if self.experts and not self.active_experts <= self.experts != 1:
-            raise ValueError(f"experts={self.experts} must be 0, or at least 2 and active_experts")
+        if self.experts == 1:
+            raise ValueError("experts=1 is a dense policy: set it to 0, or to 2 and more")
+        if self.experts and self.active_experts > self.experts:
+            raise ValueError(f"active_experts={self.active_experts} is more than experts={self.experts}")
         return self
 
 

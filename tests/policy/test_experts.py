@@ -9,13 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
+from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.experts import MixtureMlp, Router, mixture_of
 from qurl_ray.policy.load import StoredWeights, files_digest, load_model, load_tokenizer, unloaded_model
 from qurl_ray.policy.save import save_policy
+from qurl_ray.policy.tiny import tiny_outline
 from qurl_ray.quant.equalize import equalized, factors_of
 from qurl_ray.quant.uaq import fold
 from qurl_ray.quant.units import find_sites, units
+from qurl_ray.training.driver.prepare import check_model
 from qurl_ray.types import PolicySpec
 
 SIZES = {"vocab_size": 40, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -218,3 +221,31 @@ def test_mixtures_that_are_not_known_are_refused_by_name(folders, tmp_path, sett
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     with pytest.raises(ConfigError, match=fact):
         load_model(PolicySpec(source=str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "fact"),
+    [
+        (["rollout.engine=vllm"], "is a mixture of experts, which rollout.engine=vllm does not have"),
+        (
+            ["model.experts=0", "rollout.router_replay=rollout"],
+            "needs a mixture of experts, and Qwen2ForCausalLM is dense",
+        ),
+    ],
+)
+def test_runs_that_could_not_have_experts_are_refused(settings, fact):
+    config = load_config(None, ["model.experts=4", *settings])
+    with pytest.raises(ConfigError, match=fact):
+        check_model(config, tiny_outline(config.model).model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fact"),
+    [
+        (["model.experts=1"], "experts=1 is a dense policy"),
+        (["model.experts=4", "model.active_experts=5"], "active_experts=5 is more than experts=4"),
+    ],
+)
+def test_tiny_mixtures_whose_numbers_contradict_each_other_are_refused(settings, fact):
+    with pytest.raises(ConfigError, match=fact):
+        load_config(None, settings)
