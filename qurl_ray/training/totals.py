@@ -6,6 +6,8 @@ from typing import Any
 from qurl_ray.runs.values import number, plain
 from qurl_ray.types import Event
 
+TRAINED_SHARE = "adapter/share"
+"""Value of the event that announces adapters: their share of all parameters."""
 PHASES = ("rollout", "reward", "logprob", "update", "sync")
 _SUMMED = (
     "time/step",
@@ -37,10 +39,14 @@ class RunTotals:
     max_rho: float | None = None
     guard_level: float | None = None
     """The guard's level after the last step."""
+    trained_share: float | None = None
+    """Share of the parameters that adapters are; None without adapters."""
 
     def add(self, event: Event) -> None:
-        """Count a step or an evaluation; other events change nothing."""
+        """Count a step or an evaluation, and note the share of the parameters that is trained; other events change
+        nothing."""
         values = event.values
+        self.trained_share = values.get(TRAINED_SHARE, self.trained_share)
         if event.kind == "evaluation":
             self.evaluations[event.message] = values
             if values.get("target_reached"):

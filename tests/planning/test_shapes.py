@@ -26,6 +26,9 @@ COUNTED = {
     "gemma-3-270m": 268.1e6,
     "gemma-3-1b": 1.000e9,
     "gemma-3-4b": 3.880e9,
+    "Qwen3-30B-A3B": 30.53e9,
+    "OLMoE-1B-7B": 6.919e9,
+    "Mixtral-8x7B": 46.70e9,
 }
 """As the models' cards and weight files have them (Gemma 3 4B: its text model)."""
 
@@ -33,6 +36,27 @@ COUNTED = {
 @pytest.mark.parametrize("name", COUNTED)
 def test_parameters_are_those_of_the_published_weights(name):
     assert SHAPES[name].params == pytest.approx(COUNTED[name], rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "active"), [("Qwen3-30B-A3B", 3.34e9), ("OLMoE-1B-7B", 1.28e9), ("Mixtral-8x7B", 12.9e9)]
+)
+def test_the_experts_of_a_token_are_those_of_the_published_weights(name, active):
+    shape = SHAPES[name]
+    assert shape.active_params + 2 * shape.head_params == pytest.approx(active, rel=0.01)
+    assert shape.read_params(1) == pytest.approx(shape.active_params)
+    assert shape.active_params < shape.read_params(2) < shape.read_params(64) < shape.block_params
+    assert shape.read_params(1e4) == pytest.approx(shape.block_params)
+    assert SHAPES["Qwen3-8B"].read_params(64) == SHAPES["Qwen3-8B"].active_params == SHAPES["Qwen3-8B"].block_params
+
+
+def test_a_mixture_is_read_from_its_settings(tmp_path):
+    settings = {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    settings |= {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+    settings |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    found, known = find_shape(str(tmp_path)), SHAPES["Qwen3-30B-A3B"]
+    assert (found.params, found.active_params, found.experts) == (known.params, known.active_params, 128)
 
 
 def test_keys_and_values_of_a_token_by_hand():

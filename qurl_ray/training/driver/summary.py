@@ -45,7 +45,7 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
         "rollout_tokens_per_second": sums["rollout/tokens"] / rollout_seconds if rollout_seconds else None,
         "phase_seconds": {phase: sums[f"time/{phase}"] for phase in PHASES},
         "precision_flow": config.precision_flow,
-        **_adapter(config),
+        **_adapter(config, totals),
         "quantization": config.rollout.quantization,
         "quantized_format": config.evaluated_format,
         "correction": config.algorithm.correction.type,
@@ -56,12 +56,13 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
     }
 
 
-def _adapter(config: RunConfig) -> dict[str, str]:
+def _adapter(config: RunConfig, totals: RunTotals) -> dict[str, str]:
     """A description of the adapters; nothing if all parameters are trained."""
     if not (lora := config.learner.lora):
         return {}
     base = f"{config.rollout.quantization} codes" if lora.base == "codes" else "full precision"
-    return {"adapter": f"LoRA of rank {lora.rank}, α {lora.alpha:g}, on {', '.join(lora.targets)}, over {base}"}
+    share = "" if totals.trained_share is None else f", {totals.trained_share:.1%} of the parameters"
+    return {"adapter": f"LoRA of rank {lora.rank}, α {lora.alpha:g}, on {', '.join(lora.targets)}, over {base}{share}"}
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:

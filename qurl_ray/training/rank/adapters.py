@@ -15,6 +15,7 @@ from qurl_ray.policy.ranges import configured_factors
 from qurl_ray.quant.equalize import read_factors
 from qurl_ray.quant.units import Unit
 from qurl_ray.runs.checkpoint import Checkpoint
+from qurl_ray.training.totals import TRAINED_SHARE
 from qurl_ray.types import Event, PolicySpec
 
 
@@ -67,4 +68,4 @@ def tell_adapters(model: PreTrainedModel, prepared: Adaptation, coordinator: Act
     share, trained = sizes[True] / sum(sizes.values()), sizes[True] / 1e6
     over = f"{frozen.record.format} codes {frozen.record.fingerprint}" if frozen else "full precision"
     message = f"adapters: {trained:,.1f} M parameters are trained, {share:.1%} of all, over {over}"
-    coordinator.tell.remote(Event(kind="info", step=0, message=message))
+    coordinator.tell.remote(Event(kind="info", step=0, message=message, values={TRAINED_SHARE: share}))

@@ -42,6 +42,7 @@ def test_engine_and_learner_never_differ_and_syncs_carry_adapters_alone(adapted)
     assert len(steps) == 4
     assert all(values["mismatch/kl"] == values["mismatch/abs_logprob_gap"] == 0 for values in steps)
     assert all(values["sync/probe_gap_max"] == 0 for values in steps)
+    assert adapted.summary["adapter"].endswith("of the parameters")
     adapter = sum(value.nbytes for value in adapter_of(adapted.run_dir).values())
     assert all(0 < values["sync/bytes"] <= adapter for values in steps)
     assert all(values["sync/bytes_ratio"] < 0.1 for values in steps)

@@ -41,6 +41,15 @@ def test_graded_rewards_have_their_means_and_a_paired_test_of_their_own():
     assert found["accuracy_p_value"] == 1.0
 
 
+def test_adapters_are_named_with_their_share_of_the_parameters():
+    totals = RunTotals()
+    config = RunConfig.model_validate({"rollout": {"quantization": "int8"}, "learner": {"lora": {"rank": 8}}})
+    assert summarize(config, totals)["adapter"] == "LoRA of rank 8, α 32, on all_linear, over int8 codes"
+    totals.add(Event(kind="info", step=0, message="adapters: …", values={"adapter/share": 0.0349}))
+    assert summarize(config, totals)["adapter"].endswith("over int8 codes, 3.5% of the parameters")
+    assert RunTotals.of(totals.state()).trained_share == 0.0349
+
+
 def test_rewards_of_0_and_1_have_the_same_figures_under_both_names():
     found = summary(evaluation("before", [0, 0, 0, 0, 1]), evaluation("after", [1, 1, 1, 0, 1]))
     for figure in ("before", "after", "after_quantized", "p_value"):
