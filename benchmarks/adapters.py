@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from cells import Arm, Cell, cell
-from shared import RESULTS, ROOT, machine
+from shared import RESULTS, ROOT, Figures
 
 from qurl_ray.config import load_config
 from qurl_ray.learner.flow import Adaptation, FrozenCodes, UnifiedFlow
@@ -94,14 +94,8 @@ def main(
 ) -> None:
     """Make the runs, and write their figures after every one."""
     runs = runs.resolve()
-    figures: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    figures["machine"] = machine()
-
-    def keep(name: str, value: Any) -> None:
-        figures[name] = value
-        out.write_text(json.dumps(figures, indent=1) + "\n")
-        print(name, json.dumps(value), flush=True)
-
+    figures = Figures(out)
+    keep = figures.keep
     full = state_bytes(None, codes=False)
     shape = Adapters(rank=RANK, alpha=32.0, targets=("all_linear",))
     keep("states over full training", {c: state_bytes(shape, codes=c == "codes") / full for c in ("codes", "full")})
@@ -132,8 +126,8 @@ def main(
         cells = [cell("learning", SUMS, ("steps=60",), arm, seed, runs, quiet=True) for seed in range(seeds)]
         if cells:
             keep(f"solved after 60 steps, {name}", [one.summary["accuracy_after_quantized"] for one in cells if one])
-    lines = [f"# Adapters\n\n`python benchmarks/adapters.py`; {figures['machine']}\n", "| | |\n|---|---|"]
-    lines += [f"| {name} | {json.dumps(value)} |" for name, value in figures.items() if name != "machine"]
+    lines = [f"# Adapters\n\n`python benchmarks/adapters.py`; {figures.values['machine']}\n", "| | |\n|---|---|"]
+    lines += [f"| {name} | {json.dumps(value)} |" for name, value in figures.values.items() if name != "machine"]
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 

@@ -10,17 +10,16 @@ missing ones), and a decode:
 The figures go to benchmarks/results/experts.json after every one of them.
 """
 
-import json
 import statistics
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 import typer
 from cells import Arm, cell
-from shared import RESULTS, ROOT, machine
+from shared import RESULTS, ROOT, Figures
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from qurl_ray.engines.torch.engine import TorchEngine
@@ -109,14 +108,8 @@ def main(
 ) -> None:
     """Make the runs, and write their figures after every one."""
     runs = runs.resolve()
-    figures: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {}
-    figures["machine"] = machine()
-
-    def keep(name: str, value: Any) -> None:
-        figures[name] = value
-        out.write_text(json.dumps(figures, indent=1) + "\n")
-        print(name, json.dumps(value), flush=True)
-
+    figures = Figures(out)
+    keep = figures.keep
     torch.manual_seed(0)
     if decode:
         runs.mkdir(parents=True, exist_ok=True)
