@@ -115,7 +115,7 @@ def render_report(run_dir: Path, *, outcome: Outcome | None = None) -> str:
         planned=record.planned,
         began=_utc(record.began),
         ended=_utc(record.ended),
-        facts=list(_facts(settings)),
+        facts=list(_facts(settings, record.summary or {})),
         tiles=list(_tiles(record)),
         figures=list(_figures(record)),
         warnings=[(redacted(text), steps[0], len(steps)) for text, steps in shown_warnings],
@@ -137,8 +137,9 @@ def render_report(run_dir: Path, *, outcome: Outcome | None = None) -> str:
 # --- head of the page -------------------------------------------------------------------------------------------------
 
 
-def _facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of the most important settings; those that config.yaml lacks are omitted."""
+def _facts(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of the most important settings; those that config.yaml lacks are omitted. The summary also
+    knows the adapters' share of the parameters."""
 
     def joined(*keys: str) -> str:
         return " ".join(str(settings[key]) for key in keys if settings.get(key) is not None)
@@ -152,9 +153,7 @@ def _facts(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "task": joined("task.type", "task.dataset", "task.path", "task.operators"),
         "algorithm": joined("algorithm.type"),
         "flow": joined("precision_flow").replace("_", " "),
-        "adapter": f"LoRA of rank {rank}, over {joined('learner.lora.base').replace('full', 'full precision')}"
-        if rank
-        else "",
+        "adapter": str(summary.get("adapter") or (f"LoRA of rank {rank}" if rank else "")),
         "rollouts": {"none": "full precision"}.get(joined("rollout.quantization"), joined("rollout.quantization")),
         "correction": joined("algorithm.correction.type"),
         "UAQ s": "" if uaq is None else "1 (off)" if uaq == 1 else f"{uaq:g}",
