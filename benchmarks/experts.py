@@ -1,15 +1,17 @@
 """A mixture of experts on the quickstart's sums, with and without router replay: python benchmarks/experts.py (hours).
 
-Eight experts in each layer, two for each token. Three parts, each a set of runs that are kept (a second call makes only
-missing ones), and a decode:
+Eight experts in each layer, two for each token. A decode, and two sets of runs that are kept, so that a second call
+makes only missing ones:
 
-    learning  INT8 rollouts without and with replay, and INT8 in a unified flow: what is solved after the run
-    mismatch  the same at a rate that moves nothing: KL(b‖p), effective sample size and share of routes that differ
-    decode    a random shape of about 1 B parameters, 0.3 B of them active: INT8 over float32, 1 to 8 rows
+    decode    a random shape of 1.0 B parameters, 0.26 B of them active: INT8 over float32, 1 to 8 rows
+    mismatch  INT8 rollouts without and with replay, and INT8 in a unified flow, at a rate that moves nothing: KL(b‖p),
+              effective sample size and share of routes that differ
+    learning  the same at the quickstart's rate: what is solved after the run
 
 The figures go to benchmarks/results/experts.json after every one of them.
 """
 
+import math
 import statistics
 import time
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from cells import Arm, cell
+from cells import Arm, Cell, cell, mean_of_numbers
 from shared import RESULTS, ROOT, Figures
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -45,7 +47,7 @@ MISMATCH = ("mismatch/kl", "mismatch/ess", "mismatch/routes_differing")
 
 
 def random_mixture(folder: Path) -> PolicySpec:
-    """A policy of 1.0 B parameters with random weights, 0.2 B of which compute each token."""
+    """A policy of 1.0 B parameters with random weights, 0.26 B of which compute each token."""
     config = Qwen3MoeConfig(
         vocab_size=18,
         hidden_size=1024,
@@ -55,7 +57,7 @@ def random_mixture(folder: Path) -> PolicySpec:
         head_dim=64,
         moe_intermediate_size=768,
         num_experts=32,
-        num_experts_per_tok=4,
+        num_experts_per_tok=8,
         norm_topk_prob=True,
         max_position_embeddings=128,
         tie_word_embeddings=True,
@@ -99,8 +101,15 @@ def decode_rates(folder: Path, rows: tuple[int, ...] = (1, 2, 4, 8), rounds: int
     return ratios
 
 
+def mismatch_of(run: Cell) -> dict[str, float]:
+    """Means over the steps of a run, of those metrics that it has."""
+    means = {key.split("/")[1]: mean_of_numbers(run.series(key)) for key in MISMATCH}
+    return {key: mean for key, mean in means.items() if not math.isnan(mean)}
+
+
 def main(
-    seeds: Annotated[int, typer.Option(help="Seeds of each arm.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Seeds of each arm of the part mismatch.")] = 5,
+    learned: Annotated[int, typer.Option(help="Seeds of each arm of the part learning.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps of the part learning.")] = 120,
     decode: Annotated[bool, typer.Option(help="Make the part decode.")] = True,
     runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "experts",
@@ -115,20 +124,21 @@ def main(
         runs.mkdir(parents=True, exist_ok=True)
         ratios = decode_rates(runs / "random")
         keep("INT8 decode over float32, by rows", {rows: statistics.median(each) for rows, each in ratios.items()})
-    for arm in ARMS:
-        solved, mismatch = [], []
-        for seed in range(seeds):
-            common = (*MIXTURE, f"model.seed={seed}")
-            learned = cell("learning", SUMS, (*common, f"steps={steps}"), arm, seed, runs, quiet=True)
-            assert learned
-            solved.append(learned.summary["accuracy_after_quantized"])
-            keep(f"solved after {steps} steps, {arm.name}", solved)
-            still = cell("mismatch", SUMS, (*common, "steps=3", "learner.lr=1e-9"), arm, seed, runs, quiet=True)
-            assert still
-            mismatch.append(
-                {key.split("/")[1]: still.last(key) for key in MISMATCH if still.steps[-1]["values"].get(key)}
-            )
-            keep(f"mismatch, {arm.name}", mismatch)
+    still = ("steps=3", "learner.lr=1e-9", "evaluation.problems=1")
+    for seed in range(seeds):
+        for arm in ARMS:
+            common = (*MIXTURE, f"model.seed={seed}", *still)
+            run = cell("mismatch", SUMS, common, arm, seed, runs, quiet=True)
+            assert run
+            figures.add(f"mismatch, {arm.name}", mismatch_of(run), seed)
+    for seed in range(learned):
+        for arm in ARMS:
+            common = (*MIXTURE, f"model.seed={seed}", f"steps={steps}")
+            run = cell("learning", SUMS, common, arm, seed, runs, quiet=True)
+            assert run
+            solved = run.summary["accuracy_after_quantized"]
+            figures.add(f"solved after {steps} steps, {arm.name}", solved, seed)
+            figures.add(f"mismatch while learning, {arm.name}", mismatch_of(run), seed)
 
 
 if __name__ == "__main__":

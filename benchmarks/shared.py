@@ -36,3 +36,7 @@ class Figures:
         self.values[name] = value
         self._out.write_text(json.dumps(self.values, indent=1) + "\n")
         print(name, json.dumps(value), flush=True)
+
+    def add(self, name: str, value: Any, place: int) -> None:
+        """Put a value at this place of a list, after those before it."""
+        self.keep(name, [*self.values.get(name, [])[:place], value])

@@ -257,8 +257,10 @@ class EngineEntry(Entry):
     """It computes as the learner does: on a CPU, their log-probs are equal bit for bit."""
     adapters: bool = False
     """It adds LoRA adapters to its linears (PolicySpec.adapters)."""
-    experts: bool = False
-    """It has mixtures of experts."""
+    experts: tuple[str, ...] = ()
+    """Kinds of mixtures of experts that it has, as config.json names them (model_type)."""
+    routes: bool = False
+    """It can note the experts of each token."""
     tensor_parallel: bool = False
     """Several processes may share the weights of one engine."""
     captures: bool = False
@@ -287,7 +289,8 @@ ENGINES = Table[EngineEntry](
             kv_cache=("full", "fp8"),
             equal_bits=True,
             adapters=True,
-            experts=True,
+            experts=("mixtral", "olmoe", "qwen3_moe"),
+            routes=True,
             captures=True,
             compiles=True,
         ),
@@ -296,6 +299,7 @@ ENGINES = Table[EngineEntry](
             help="is vLLM 0.32 with this package's quantization",
             check="qurl_ray.engines.vllm.check:check",
             adapters=True,
+            experts=("qwen3_moe",),
             tensor_parallel=True,
             captures=True,
             graphs_on_cuda=True,

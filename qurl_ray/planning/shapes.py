@@ -11,6 +11,7 @@ from typing import Any
 from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
 from qurl_ray.config.paths import expanded
 from qurl_ray.errors import ConfigError
+from qurl_ray.tables import ENGINES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ _TABLE = {
     "tiny": (256, 4, 4, 2, 64, 512, 18, True),
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MIXTURES = ("qwen3_moe", "olmoe", "mixtral")
+_MIXTURES = ENGINES.entries["torch"].experts  # those that the learner trains
 _FIELDS = [name for name in Shape.__dataclass_fields__ if name != "name"]
 SHAPES = {name: Shape(name=name, **dict[str, Any](zip(_FIELDS, row, strict=False))) for name, row in _TABLE.items()}
 """Shapes by model name, as in the models' own config.json. `tiny` is the quickstart's policy."""

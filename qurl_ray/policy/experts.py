@@ -9,7 +9,7 @@ codes, equalization, deltas, adapters and exports treat an expert as they treat 
 Rows are sorted by expert, and each expert multiplies its own by the products of numerics.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,14 +122,47 @@ class Router(ExactLinear):
             replayed_Nk: experts to take in place of its own; its own are taken for tokens with -1.
         """
         with torch.autocast(input.device.type, enabled=False):
-            probs_NE = linear(input.float(), self.weight.float()).softmax(dim=-1)
-        # Not topk, which promises no order among equal ones.
-        own_Nk = probs_NE.sort(dim=-1, descending=True, stable=True).indices[:, : self._active]
-        experts_Nk = own_Nk if replayed_Nk is None else torch.where(replayed_Nk < 0, own_Nk, replayed_Nk)
-        weights_Nk = probs_NE.gather(1, experts_Nk)
-        if self._normalizes:
-            weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
-        return weights_Nk, experts_Nk, own_Nk
+            logits_NE = linear(input.float(), self.weight.float())
+        return choose(logits_NE, self._active, normalizes=self._normalizes, replayed_Nk=replayed_Nk)
+
+
+def choose(
+    logits_NE: torch.Tensor, active: int, *, normalizes: bool, replayed_Nk: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what a Router returns, from its logits [N, E], float32."""
+    probs_NE = logits_NE.softmax(dim=-1)
+    # Not topk, which promises no order among equal ones.
+    own_Nk = probs_NE.sort(dim=-1, descending=True, stable=True).indices[:, :active]
+    experts_Nk = own_Nk if replayed_Nk is None else torch.where(replayed_Nk < 0, own_Nk, replayed_Nk)
+    weights_Nk = probs_NE.gather(1, experts_Nk)
+    if normalizes:
+        weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
+    return weights_Nk, experts_Nk, own_Nk
+
+
+def mixed(
+    x_Nd: torch.Tensor,
+    weights_Nk: torch.Tensor,
+    experts_Nk: torch.Tensor,
+    experts: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+) -> torch.Tensor:
+    """Return Σ_j weights[:, j] · experts[experts_Nk[:, j]](x), [N, d]. Each expert is called once, for its rows."""
+    active = experts_Nk.shape[1]
+    order = experts_Nk.flatten().argsort(stable=True)
+    counts = torch.bincount(experts_Nk.flatten(), minlength=len(experts)).tolist()
+    parts = x_Nd[order // active].split(counts)
+    computed = [expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)]
+    if torch.is_grad_enabled():  # zeros for the others: on every rank, the same parameters have gradients
+        idle = [expert for expert, count in zip(experts, counts, strict=True) if not count]
+        computed += [expert(x_Nd[:1].detach())[:0] for expert in idle]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    y_Nkd = torch.cat(computed)[back].view(-1, active, x_Nd.shape[1])
+    weighted_Nkd = y_Nkd * weights_Nk[:, :, None].to(y_Nkd.dtype)
+    y_Nd = weighted_Nkd[:, 0]
+    for place in range(1, active):  # one after the other: a sum's order is part of its bits
+        y_Nd = y_Nd + weighted_Nkd[:, place]
+    return y_Nd
 
 
 class Expert(nn.Module):
@@ -175,22 +208,7 @@ class MixtureMlp(nn.Module):
             other_N = (experts_Nk.sort(dim=-1).values != own_Nk.sort(dim=-1).values).any(dim=-1)
             self.differing += int((other_N & real_N).sum())
             self.compared += int(real_N.sum())
-        active = experts_Nk.shape[1]
-        order = experts_Nk.flatten().argsort(stable=True)
-        counts = torch.bincount(experts_Nk.flatten(), minlength=len(self.experts)).tolist()
-        parts = x_Nd[order // active].split(counts)
-        computed = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
-        if torch.is_grad_enabled():  # zeros for the others: on every rank, the same parameters have gradients
-            idle = [expert for expert, count in zip(self.experts, counts, strict=True) if not count]
-            computed += [expert(x_Nd[:1].detach())[:0] for expert in idle]
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        y_Nkd = torch.cat(computed)[back].view(-1, active, x_Nd.shape[1])
-        weighted_Nkd = y_Nkd * weights_Nk[:, :, None].to(y_Nkd.dtype)
-        y_Nd = weighted_Nkd[:, 0]
-        for place in range(1, active):  # one after the other: a sum's order is part of its bits
-            y_Nd = y_Nd + weighted_Nkd[:, place]
-        return y_Nd.view(hidden_states.shape)
+        return mixed(x_Nd, weights_Nk, experts_Nk, list(self.experts)).view(hidden_states.shape)
 
 
 def with_experts(model: PreTrainedModel) -> PreTrainedModel:

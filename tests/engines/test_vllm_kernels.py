@@ -56,6 +56,16 @@ def test_versions_are_written_where_the_first_was_and_multiply_as_defined():
     assert seen["fp8_block"]["parameters"]["weight_scale"] == [[2, 1], [1, 1]]
 
 
+def test_experts_are_slices_of_one_tensor_which_the_fused_operation_reads():
+    """Its definition, in float64, gives the learner's mixture: places of gate and up, scales, weights of routes."""
+    seen = found("experts")
+    assert list(seen) == ["none", "int8", "fp8", "fp8_block"]
+    for name, of_format in seen.items():
+        assert (of_format["moved"], of_format["wrong"]) == (False, 0)
+        assert of_format["parameters"] == 6 * 2
+        assert of_format["gap"] < (0.01 if name == "none" else 0.04)  # bfloat16 between the two products
+
+
 @pytest.mark.slow
 def test_codes_of_activations_are_read_from_products_in_every_layout():
     for name, (count, differ, further) in found("codes").items():
@@ -72,5 +82,7 @@ def test_a_layer_that_no_kernel_multiplies_is_refused_with_its_name_and_what_wor
     assert "model.layers.0.mlp.up cannot be int4 here" in seen["int4"]
     assert "set rollout.quantization=fp8" in seen["int4"]
     assert "40 outputs are no multiple of 16: set rollout.quantization=int8" in seen["width"]
+    assert "not whole blocks of 128 × 128: set rollout.quantization=fp8" in seen["expert's blocks"]
+    assert "mlp.experts.0.gate_up cannot be int4 here" in seen["expert's int4"]
     assert "rollout.dtype=bfloat16" in seen["float32"]
     assert "quantization.kernel=emulation" in seen["float32"]

@@ -179,13 +179,107 @@ def codes() -> dict[str, list[int]]:
     return found
 
 
+def fused_experts(x: Any, w1: Any, w2: Any, weights: Any, ids: Any, *rest: Any, **options: Any) -> Any:
+    """What vLLM's operation of this name computes, token by token and expert by expert, in float64."""
+    names = ("activation", "apply_router_weight_on_input", "use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16")
+    names += ("use_int4_w4a16", "ocp_mx_scheme", "per_channel_quant", "global_num_experts", "expert_map", "w1_scale")
+    names += ("w2_scale", "w1_zp", "w2_zp", "a1_scale", "a2_scale", "block_shape", "w1_bias", "w2_bias")
+    given = dict.fromkeys(names) | {"activation": "silu"} | dict(zip(names, rest, strict=False)) | options
+    assert given["activation"] == "silu"
+    assert not given["apply_router_weight_on_input"]
+    assert bool(given["per_channel_quant"]) == (given["w1_scale"] is not None and not given["block_shape"])
+    dtype, group = torch.int8 if given["use_int8_w8a8"] else torch.float8_e4m3fn, 128 if given["block_shape"] else None
+    assert given["use_int8_w8a8"] or given["use_fp8_w8a8"] or given["w1_scale"] is None
+
+    def product(rows: Any, weight: Any, scale: Any) -> Any:
+        if scale is None:
+            return rows.double() @ weight.double().t()
+        codes, out = torch.empty(rows.shape, dtype=dtype), torch.empty(len(rows), len(weight), dtype=torch.float64)
+        steps = torch.empty(len(rows), rows.shape[1] // (group or rows.shape[1]))
+        quantized(codes, rows, steps, 127 if dtype == torch.int8 else 448, group)
+        scaled_mm(out, codes, weight.t(), steps, scale.t(), None)
+        return out
+
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (of_token, experts) in enumerate(zip(weights, ids, strict=True)):
+        for share, expert in zip(of_token, experts, strict=True):
+            scales = [None if given[name] is None else given[name][expert] for name in ("w1_scale", "w2_scale")]
+            gate, up = product(x[token : token + 1], w1[expert], scales[0]).to(x.dtype).chunk(2, dim=-1)
+            hidden = (torch.nn.functional.silu(gate.double()) * up.double()).to(x.dtype)
+            y[token] += share * product(hidden, w2[expert], scales[1])[0]
+    return y.to(x.dtype)
+
+
+def experts() -> dict[str, Any]:
+    """A layer of six experts over 20 versions: memory, what is read back, the result against the learner's mixture."""
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+    from qurl_ray.engines.vllm.experts import QurlExpertsMethod, place_of_expert
+    from qurl_ray.engines.vllm.plugin import QurlConfig
+    from qurl_ray.policy.experts import Mixture, MixtureMlp
+    from qurl_ray.quant.formats import get_format
+    from qurl_ray.quant.linear import QuantizedLinear
+    from qurl_ray.quant.quantize import quantize
+
+    init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, backend="gloo")
+    ensure_model_parallel_initialized(1, 1)
+    operations = torch.library.Library("vllm", "IMPL")  # in force as long as it is held
+    operations.impl("fused_experts", fused_experts, "CPU", allow_override=True)
+    sizes = Mixture(experts=6, active=2, width=128, normalizes=True)
+    found = {}
+    for name in ("none", "int8", "fp8", "fp8_block"):
+        config = QurlConfig(format=name, keep=["lm_head"], weight_max_code=127 if name == "int8" else None)
+        layer = torch.nn.Module()
+        layer.layer_name, layer.top_k, layer.renormalize = "model.layers.0.mlp.experts", 2, True
+        method = QurlExpertsMethod(types.SimpleNamespace(intermediate_size=128), config)
+        method.create_weights(layer, 6, 256, 128, torch.bfloat16)
+        assert not config.slices
+        places = {key: parameter.data_ptr() for key, parameter in layer.named_parameters()}
+        wrong, gap = 0, 0.0
+        for seed in range(20):
+            torch.manual_seed(seed)
+            mixture = MixtureMlp(256, sizes, "silu").bfloat16().float()
+            for index, expert in enumerate(mixture.experts):
+                for part in ("gate_proj", "up_proj", "down_proj"):
+                    linear = expert.get_submodule(part)
+                    weight = linear.weight.detach().bfloat16().float()
+                    parts = weight if name == "none" else quantize(weight, get_format(name))
+                    if name != "none":
+                        expert.set_submodule(part, QuantizedLinear(parts, None, emulate=True))
+                for held, own in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                    vllms = layer.experts[index].get_submodule(held)
+                    assert place_of_expert(f"model.layers.0.mlp.experts.{index}.{own[0]}.weight")[0].endswith(
+                        f"routed_experts.experts.{index}.{held}.weight"
+                    )
+                    sent = [expert.get_submodule(part) for part in own]
+                    values = [p.weight.detach() if name == "none" else p.resident() for p in sent]
+                    vllms.quant_method.hold(vllms, values)
+                    if name != "none":
+                        (read,) = vllms.quant_method.resident()
+                        wrong += not torch.equal(read.codes.float(), torch.cat([v.codes.float() for v in values]))
+                        wrong += not torch.equal(read.scale, torch.cat([v.scale for v in values]))
+            x = torch.randn(7, 256).bfloat16()
+            with torch.no_grad():
+                logits = torch.nn.functional.linear(x.float(), mixture.gate.weight)
+                y, expected = method.apply_monolithic(layer, x, logits).float(), mixture(x.float()[None])[0]
+            gap = max(gap, ((y - expected).norm() / expected.norm()).item())
+        moved = {key: p.data_ptr() for key, p in layer.named_parameters()} != places
+        found[name] = {"moved": moved, "wrong": wrong, "gap": gap, "parameters": len(places)}
+    return found
+
+
 def refusals() -> dict[str, str]:
     """What is said of layers that no kernel multiplies."""
-    from qurl_ray.engines.vllm.kernels import FixedCodes
+    from qurl_ray.engines.vllm.kernels import FixedCodes, StackedCodes
     from qurl_ray.errors import QuantizationError
     from qurl_ray.quant.formats import get_format
 
     found = {}
+    for case, (name, width) in {"expert's blocks": ("fp8_block", 192), "expert's int4": ("int4", 128)}.items():
+        try:
+            StackedCodes(get_format(name), 2, [width, width], 128, dtype=torch.bfloat16, name="mlp.experts.0.gate_up")
+        except QuantizationError as error:
+            found[case] = str(error)
     for case, (name, widths, dtype) in {
         "blocks": ("fp8_block", (192, 128), torch.bfloat16),
         "width": ("fp8", (40, 128), torch.bfloat16),
@@ -208,7 +302,7 @@ def main(check: str) -> None:
 
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["+quant_fp8"]))):
         sys.stdout.write(
-            f"FOUND {json.dumps({f.__name__: f for f in (operations, memory, codes, refusals)}[check]())}\n"
+            f"FOUND {json.dumps({f.__name__: f for f in (operations, memory, codes, experts, refusals)}[check]())}\n"
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.experts import MixtureMlp, Router, mixture_of
-from qurl_ray.policy.load import StoredWeights, files_digest, load_model, load_tokenizer, unloaded_model
+from qurl_ray.policy.experts import _KINDS, MixtureMlp, Router, mixture_of
+from qurl_ray.policy.load import StoredWeights, check_policy, files_digest, load_model, load_tokenizer, unloaded_model
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.tiny import tiny_outline
 from qurl_ray.quant.equalize import equalized, factors_of
 from qurl_ray.quant.uaq import fold
 from qurl_ray.quant.units import find_sites, units
+from qurl_ray.tables import ENGINES
 from qurl_ray.training.driver.prepare import check_model
 from qurl_ray.types import PolicySpec
 
@@ -226,7 +228,7 @@ def test_mixtures_that_are_not_known_are_refused_by_name(folders, tmp_path, sett
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
-        (["rollout.engine=vllm"], "is a mixture of experts, which rollout.engine=vllm does not have"),
+        (["rollout.engine=vllm", "rollout.router_replay=rollout"], "which rollout.engine=vllm does not return"),
         (
             ["model.experts=0", "rollout.router_replay=rollout"],
             "needs a mixture of experts, and Qwen2ForCausalLM is dense",
@@ -237,6 +239,26 @@ def test_runs_that_could_not_have_experts_are_refused(settings, fact):
     config = load_config(None, ["model.experts=4", *settings])
     with pytest.raises(ConfigError, match=fact):
         check_model(config, tiny_outline(config.model).model)
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "fact"),
+    [
+        ("olmoe", "vllm", "OlmoeForCausalLM is a mixture of experts, which rollout.engine=vllm does not have"),
+        ("mixtral", "vllm", "MixtralForCausalLM is a mixture of experts"),
+        ("qwen3_moe", "vllm", None),
+        *((name, "torch", None) for name in ("olmoe", "mixtral", "qwen3_moe")),
+    ],
+)
+def test_an_engine_has_the_mixtures_that_its_entry_names(folders, name, engine, fact):
+    spec = PolicySpec(source=str(folders[name]))
+    config = load_config(None, [f"rollout.engine={engine}"])
+    with pytest.raises(ConfigError, match=fact) if fact else nullcontext():
+        check_model(config, check_policy(spec))
+
+
+def test_the_torch_engine_has_all_mixtures():
+    assert set(ENGINES.entries["torch"].experts) == {config.model_type for config in CONFIGS.values()} == set(_KINDS)
 
 
 @pytest.mark.parametrize(

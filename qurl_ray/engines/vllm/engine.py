@@ -24,6 +24,7 @@ from qurl_ray.engines.vllm.server import VllmServer
 from qurl_ray.engines.vllm.shards import TensorShard, join_fingerprints, join_shards
 from qurl_ray.errors import EngineError, QuantizationError, SyncError
 from qurl_ray.policy.adapters import add_adapters
+from qurl_ray.policy.experts import router_weights
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.policy.logprobs import textless
 from qurl_ray.quant.fingerprint import fingerprint
@@ -94,6 +95,7 @@ class VllmEngine:
             add_adapters(model, spec.adapters)
         self._adapters = spec.adapters
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied ones once
+        self._routers = router_weights(model)
         self._textless = textless(model)
         self._records: dict[str, TensorRecord] = {}
         self._before: int | None = None
@@ -298,7 +300,7 @@ class VllmEngine:
 
     def _expected(self, record: TensorRecord, parts: tuple[np.ndarray, ...]) -> int:
         """Return the record's fingerprint, or that of the rounded values if the engine holds less than float32."""
-        if record.format != "none" or self._dtype == torch.float32:
+        if record.format != "none" or self._dtype == torch.float32 or record.name in self._routers:
             return record.fingerprint
         values = torch.tensor(parts[0])
         if (sent := fingerprint(values)) != record.fingerprint:

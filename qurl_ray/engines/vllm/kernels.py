@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.model_executor.kernels.linear import init_fp8_linear_kernel, init_int8_linear_kernel
+from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config, int8_w8a8_moe_quant_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8Dynamic128Sym,
     kFp8DynamicTokenSym,
@@ -32,6 +33,8 @@ from qurl_ray.quant.formats import FORMATS, Format
 from qurl_ray.quant.quantize import QTensor
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_FUSED = ("int8", "fp8", "fp8_block")
+"""Formats of experts that vLLM's fused operation multiplies, with activations by token or by group."""
 
 
 class FixedCodes:
@@ -108,6 +111,100 @@ class FixedCodes:
         layer.weight = nn.Parameter(q.codes.t() if turned else q.codes, requires_grad=False)
         layer.weight_scale = nn.Parameter(q.scale, requires_grad=False)
         self._kernel.process_weights_after_loading(layer)
+
+
+class StackedCodes:
+    """One linear of all experts of a layer: codes [E, N, K] and their scales [E, …], or floats without scales, in the
+    layout that vLLM's fused operation reads.
+
+    Args:
+        fmt: None for full precision.
+        widths: outputs, on this rank, of each tensor that the linear is fused from.
+        inputs: inputs on this rank.
+        dtype: type of activations and of the result.
+        name: name of the first expert's linear, for errors.
+
+    Raises:
+        QuantizationError: the operation does not multiply codes of this format in this shape.
+    """
+
+    kernel = "vLLM's fused experts"
+
+    def __init__(
+        self,
+        fmt: Format | None,
+        experts: int,
+        widths: Sequence[int],
+        inputs: int,
+        *,
+        dtype: torch.dtype,
+        name: str,
+    ) -> None:
+        self.fmt = fmt
+        self.scales: torch.Tensor | None = None
+        shape = (sum(widths), inputs)
+        if fmt is None:
+            self.values = torch.empty(experts, *shape, dtype=dtype)
+            return
+        if dtype not in _DTYPES:
+            raise QuantizationError(f"{name}: vLLM's experts return bfloat16 or float16: set rollout.dtype=bfloat16")
+        if fmt.name not in _FUSED:
+            raise QuantizationError(
+                f"{name} cannot be {fmt.name} here: vLLM's experts take {', '.join(_FUSED)}: choose one of them"
+            )
+        if fmt.rows > 1 and any(width % fmt.rows for width in (*widths, inputs)):
+            raise QuantizationError(
+                f"{name} cannot be {fmt.name} here: its weights are not whole blocks of {fmt.rows} × {fmt.group}: set "
+                "rollout.quantization=fp8"
+            )
+        _, scales = fmt.parts(shape)
+        self.values = torch.zeros(experts, *shape, dtype=fmt.dtype)
+        self.scales = torch.ones(experts, *scales.shape, dtype=torch.float32)
+
+    def slice(self, expert: int) -> "ExpertCodes":
+        """Return the memory of one expert's linear."""
+        return ExpertCodes(self, expert)
+
+
+class ExpertCodes:
+    """Memory of one expert's linear, a slice of that of all."""
+
+    def __init__(self, stack: StackedCodes, expert: int) -> None:
+        self.fmt, self.kernel = stack.fmt, stack.kernel
+        self.values = stack.values[expert]
+        self.scale = None if stack.scales is None else stack.scales[expert]
+
+    def write(self, q: QTensor) -> None:
+        """Write a version, which is on the layer's device."""
+        assert self.scale is not None
+        self.values.copy_(q.codes)
+        self.scale.copy_(q.scale)
+
+    def read(self) -> QTensor:
+        """Return the codes and scales [outputs, inputs] that the next product will use."""
+        assert self.scale is not None
+        assert self.fmt is not None
+        return QTensor(codes=self.values.clone(), scale=self.scale.clone(), fmt=self.fmt)
+
+
+def fused_quantization(first: StackedCodes, second: StackedCodes) -> Any:
+    """Return how vLLM's fused operation multiplies with these weights; None for floats.
+
+    Raises:
+        QuantizationError: one of them is floats, or of another format.
+    """
+    if first.fmt != second.fmt:
+        raise QuantizationError("gate_proj, up_proj and down_proj of experts have one format in vLLM: keep all or none")
+    if first.fmt is None:
+        return None
+    assert first.scales is not None
+    assert second.scales is not None
+    if first.fmt.dtype == torch.int8:
+        return int8_w8a8_moe_quant_config(first.scales, second.scales, None, None, per_act_token_quant=True)
+    if first.fmt.rows > 1:
+        block = [first.fmt.rows, first.fmt.rows]
+        return fp8_w8a8_moe_quant_config(first.scales, second.scales, block_shape=block)
+    return fp8_w8a8_moe_quant_config(first.scales, second.scales, per_act_token_quant=True, per_out_ch_quant=True)
 
 
 def _kernel(fmt: Format, widths: Sequence[int], inputs: int, dtype: torch.dtype, name: str) -> Any:

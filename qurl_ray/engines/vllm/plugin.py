@@ -29,6 +29,8 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tp_group
+from vllm.model_executor.layers.fused_moe import GateLinear
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -45,7 +47,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from qurl_ray.engines.vllm.kernels import FixedCodes
+from qurl_ray.engines.vllm.experts import PACKED, QurlExpertsMethod
+from qurl_ray.engines.vllm.kernels import ExpertCodes, FixedCodes
 from qurl_ray.engines.vllm.shards import TensorShard, cut, fuse
 from qurl_ray.errors import QuantizationError
 from qurl_ray.numerics import products
@@ -73,13 +76,21 @@ class QurlLinearMethod(UnquantizedLinearMethod):
     supports_pre_processed_weights = False
 
     def __init__(
-        self, fmt: Format | None, *, tensors: int, emulate: bool, fixed: bool, adapter: "AdapterPlan | None" = None
+        self,
+        fmt: Format | None,
+        *,
+        tensors: int,
+        emulate: bool,
+        fixed: bool,
+        adapter: "AdapterPlan | None" = None,
+        memory: ExpertCodes | None = None,
     ) -> None:
         super().__init__()
+        self._memory = memory
         self.adapter = adapter
         self.fmt = fmt
         """Format that the layer holds, and that a float checkpoint is quantized to; None for full precision."""
-        self.fixed: FixedCodes | None = None
+        self.fixed: FixedCodes | ExpertCodes | None = None
         self.held: tuple[QuantizedLinear, ...] = ()
         self._tensors = tensors  # number that the layer is fused from; 1 if the checkpoint has it fused
         self._emulate, self._fixed = emulate, fixed
@@ -94,6 +105,11 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        if self._memory:  # of an expert, which the fused operation multiplies
+            layer.output_partition_sizes = output_partition_sizes
+            layer.weight = nn.Parameter(self._memory.values, requires_grad=False)
+            self.fixed = self._memory if self.fmt else None
+            return
         if self.adapter:
             sizes = output_partition_sizes if self._tensors > 1 else [sum(output_partition_sizes)]
             self.adapter.attach(layer, sizes, input_size_per_partition, params_dtype)
@@ -167,10 +183,10 @@ class QurlLinearMethod(UnquantizedLinearMethod):
 
     def _fix(self, layer: Any, fmt: Format, inputs: int, dtype: torch.dtype, device: torch.device) -> FixedCodes:
         """Give the layer its parameters for codes, once."""
-        self.fixed = FixedCodes(
+        self.fixed = fixed = FixedCodes(
             layer, fmt, layer.output_partition_sizes, inputs, dtype=dtype, device=device, name=layer.prefix
         )
-        return self.fixed
+        return fixed
 
     def resident(self) -> list[QTensor]:
         """Return codes and scales in the order of the layer's rows, from the kernels' own memory."""
@@ -187,7 +203,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         return self.adapter.plus(layer, x, y) if self.adapter else y
 
     def _base(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.fixed:
+        if isinstance(self.fixed, FixedCodes):
             return self.fixed.multiply(x, bias)
         if not self.held:
             return super().apply(layer, x, bias)
@@ -214,6 +230,26 @@ class QurlLinearMethod(UnquantizedLinearMethod):
                 f"{fmt.rows} rows: lower tensor_parallel, or take a format with smaller blocks"
             )
         return quantize(part, fmt)
+
+
+class QurlRouterMethod(QurlLinearMethod):
+    """The router of a mixture, in float32, as the learner computes it."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        shapes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
+        super().create_weights(layer, *shapes, torch.float32, **extra_weight_attrs)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return super().apply(layer, x.float(), bias)
 
 
 class QurlEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -298,6 +334,8 @@ class QurlConfig(QuantizationConfig):
         self.emulate = kernel == "emulation"
         self.fixed = current_platform.is_cuda() and not self.emulate if fixed is None else fixed
         self.fmt = None if format == "none" else get_format(format, weight_max_code)
+        self.slices: dict[str, ExpertCodes] = {}
+        """Memory of experts' linears whose layers are being made, by prefix."""
         if self.fmt and weight_max_code is None and not self.emulate:
             self.fmt = get_format(format, largest_code(self.fmt, torch.device(current_platform.device_type)))
 
@@ -320,6 +358,10 @@ class QurlConfig(QuantizationConfig):
         return cls(**{key: value for key, value in config.items() if key != "quant_method"})
 
     def get_quant_method(self, layer: Any, prefix: str) -> QuantizeMethodBase | None:
+        if isinstance(layer, RoutedExperts):
+            return QurlExpertsMethod(layer.moe_config, self)
+        if isinstance(layer, GateLinear):
+            return QurlRouterMethod(None, tensors=1, emulate=False, fixed=False)
         if isinstance(layer, LinearBase):
             names = self._names(prefix)
             plan = None
@@ -327,8 +369,19 @@ class QurlConfig(QuantizationConfig):
                 modules = [name.removesuffix(".weight") for name in names]
                 targeted = [index for index, module in enumerate(modules) if is_target(module, self.adapters)]
                 plan = AdapterPlan(self.adapters, targeted) if targeted else None
+            memory = self.slices.pop(prefix, None)
+            if memory and plan:
+                raise QuantizationError(
+                    f"{prefix} is an expert's, which has no adapter in vLLM on a GPU: leave it out of "
+                    "learner.lora.targets"
+                )
             return QurlLinearMethod(
-                self.format_of(prefix), tensors=len(names), emulate=self.emulate, fixed=self.fixed, adapter=plan
+                self.format_of(prefix),
+                tensors=len(names),
+                emulate=self.emulate,
+                fixed=self.fixed,
+                adapter=plan,
+                memory=memory,
             )
         if isinstance(layer, VocabParallelEmbedding):
             tied = get_current_vllm_config().model_config.hf_text_config.tie_word_embeddings
@@ -355,4 +408,5 @@ class QurlConfig(QuantizationConfig):
     def _names(self, prefix: str) -> list[str]:
         """Return the checkpoint's names of the tensors that are fused in a layer."""
         path, _, leaf = prefix.rpartition(".")
-        return [f"{path}.{name}.weight".lstrip(".") for name in self.packed_modules_mapping.get(leaf, [leaf])]
+        packed = PACKED if ".mlp.experts." in prefix else self.packed_modules_mapping
+        return [f"{path}.{name}.weight".lstrip(".") for name in packed.get(leaf, [leaf])]

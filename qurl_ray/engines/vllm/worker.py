@@ -21,6 +21,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from qurl_ray.engines.vllm.experts import place_of_expert
 from qurl_ray.engines.vllm.plugin import AdapterMatrix, QurlLinearMethod
 from qurl_ray.engines.vllm.shards import Partition, Piece, TensorShard, cut, fingerprint_pieces, local_shards, read
 from qurl_ray.errors import QurlError, SyncError
@@ -225,20 +226,14 @@ class ResidentPolicy:
         return sorted({name for method in methods if isinstance(method, QurlLinearMethod) for name in method.kernels()})
 
     def _find(self, name: str) -> Place:
-        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
-        marked = list(mapper.apply([(name, torch.empty(0))])) if mapper else [(name, torch.empty(0))]
         kind = type(self.model).__name__
-        if len(marked) != 1:
-            raise SyncError(f"vLLM's {kind} has {len(marked)} places for {name} instead of one")
-        parameter, marker = marked[0]
+        parameter, index = place_of_expert(name) or self._mapped(name)
         path, _, leaf = parameter.rpartition(".")
         try:
             module = self.model.get_submodule(path)
             value = module.get_parameter(leaf)
         except AttributeError:
             raise SyncError(f"vLLM's {kind} has no place for {name}: {parameter} does not exist") from None
-        shard_id: Any = getattr(marker, "shard_id", None)
-        index = {"q": 0, "k": 1, "v": 2}.get(shard_id, shard_id)
         partitions = _partitions(module, value)
         linear, inner = module, leaf == "weight"  # the columns of an adapter's A are those of its linear
         if isinstance(module, AdapterMatrix):
@@ -255,6 +250,18 @@ class ResidentPolicy:
             shards=tuple(local_shards(partitions, index, columns)),
             rows=_rows(module, value),
         )
+
+    def _mapped(self, name: str) -> tuple[str, int | None]:
+        """Return vLLM's name of a parameter, and its place among the tensors of a fused one."""
+        mapper = getattr(self.model, "hf_to_vllm_mapper", None)
+        if mapper is None:
+            return name, None
+        marked = list(mapper.apply([(name, torch.empty(0))]))
+        if len(marked) != 1:
+            raise SyncError(f"vLLM's {type(self.model).__name__} has {len(marked)} places for {name} instead of one")
+        parameter, marker = marked[0]
+        shard_id: Any = getattr(marker, "shard_id", None)
+        return parameter, {"q": 0, "k": 1, "v": 2}.get(shard_id, shard_id)
 
 
 def _pieces(tensors: Sequence[tuple[str, tuple[int, ...], Place]]) -> list[tuple[str, list[Piece]]]:

@@ -341,15 +341,22 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
         QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
     """
     check_heads(config, model.config.num_attention_heads)
-    if config.rollout.router_replay != "off" and not mixture_of(model.config):
+    engine, kind = config.rollout.engine_entry, type(model).__name__
+    if config.rollout.router_replay != "off":
+        if not mixture_of(model.config):
+            raise ConfigError(
+                f"rollout.router_replay={config.rollout.router_replay} needs a mixture of experts, and {kind} is "
+                "dense: leave it out"
+            )
+        if not engine.routes:
+            raise ConfigError(
+                f"rollout.router_replay={config.rollout.router_replay} needs the experts of each token, which "
+                f"rollout.engine={config.rollout.engine} does not return: set rollout.engine=torch"
+            )
+    if mixture_of(model.config) and model.config.model_type not in engine.experts:
         raise ConfigError(
-            f"rollout.router_replay={config.rollout.router_replay} needs a mixture of experts, and "
-            f"{type(model).__name__} is dense: leave it out"
-        )
-    if mixture_of(model.config) and not config.rollout.engine_entry.experts:
-        raise ConfigError(
-            f"{type(model).__name__} is a mixture of experts, which rollout.engine={config.rollout.engine} does not "
-            "have: set rollout.engine=torch"
+            f"{kind} is a mixture of experts, which rollout.engine={config.rollout.engine} does not have: set "
+            "rollout.engine=torch"
         )
     window, longest = window_of(model.config), config.model.max_length or model.config.max_position_embeddings
     if window and config.learner.device == "cuda" and longest > window:

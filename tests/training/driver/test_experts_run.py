@@ -38,8 +38,9 @@ def test_routes_arrive_at_the_learner_and_the_run_is_resumed_to_the_bit(tmp_path
         ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
         ["precision_flow=unified", "algorithm.correction=ignore", "learner.sequence_parallel=2", "learner.workers=2"],
         ["learner.lora.rank=4", "algorithm.correction=ignore", "quantization.uaq_scale=1"],
+        ["rollout.engine=vllm"],
     ],
-    ids=["fsdp", "deepspeed", "sequence", "lora"],
+    ids=["fsdp", "deepspeed", "sequence", "lora", "vllm"],
 )
 def test_other_learners_train_experts(tmp_path, cluster, settings):
     whole = run(load_config(None, [*MIXTURE, *settings, f"output_dir={tmp_path}"]))
@@ -48,4 +49,5 @@ def test_other_learners_train_experts(tmp_path, cluster, settings):
     if "algorithm.correction=ignore" in settings:
         assert all(values["mismatch/kl"] == 0 for values in steps)
     assert parameters(whole.policy).isfinite().all()
-    assert_resumed_ends_like(whole, tmp_path, [*MIXTURE, *settings])
+    if "rollout.engine=vllm" not in settings:  # vLLM's last bits depend on the batch
+        assert_resumed_ends_like(whole, tmp_path, [*MIXTURE, *settings])
