@@ -196,6 +196,11 @@ class Algorithm(Section):
     with PPO, else of the whole answer, with turn_credit=turn of its last turn."""
     entropy_coef: float = Field(0.0, ge=0)
     """Factor of an entropy bonus; 0 is off."""
+    router_balance_coef: float = Field(0.0, ge=0)
+    """With a mixture of experts, factor of a loss that spreads tokens over experts (load balancing; config.json often
+    has one as router_aux_loss_coef, which is not read); 0 is off."""
+    router_z_coef: float = Field(0.0, ge=0)
+    """With a mixture of experts, factor of a loss that keeps the logits of routers small (z-loss); 0 is off."""
     updates_per_rollout: int = Field(4, ge=1)
     """Number of updates, one per mini-batch, made from the rollouts of one step. With 1, ACR equals TIS."""
     overlong_buffer: int = Field(0, ge=0)

@@ -49,6 +49,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "vllm_importance_sampling_cap", "rollout_is_threshold", "vllm_is_truncated_threshold", "tis_imp_ratio_cap",
     ),
     "algorithm.entropy_coef": ("entropy_coeff", "entropy_bonus"),
+    "algorithm.router_balance_coef": ("router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_coef"),
+    "algorithm.router_z_coef": ("moe_z_loss_coeff", "router_z_loss_coef"),
     "algorithm.overlong_buffer": ("overlong_buffer_len",),
     "learner.lr": ("learning_rate", "actor_learning_rate", "optim_lr"),
     "learner.schedule": ("lr_scheduler_type", "lr_scheduler", "warmup_style"),

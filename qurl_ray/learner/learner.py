@@ -37,6 +37,7 @@ from qurl_ray.learner.passes import Calibration, Pass, Penalty, compare_again, c
 from qurl_ray.learner.probe import through_codes
 from qurl_ray.learner.protocol import EnginePrecision, StepResult
 from qurl_ray.learner.reference import StartingAdapters
+from qurl_ray.learner.routers import Routers
 from qurl_ray.learner.scorer import MODEL_PREFIX, Scorer, Scores
 from qurl_ray.learner.torch_backend import TorchBackend
 from qurl_ray.policy.experts import count_differing
@@ -99,6 +100,9 @@ class PolicyLearner:
         self._frozen = adaptation.frozen if adaptation else None
         self.coded_base = self._frozen.record if self._frozen else None
         self._policy, self._config, self._settings = policy, config, settings
+        self._routers = Routers(
+            self._scorer.policy, balance_coef=settings.router_balance_coef, z_coef=settings.router_z_coef
+        )
         self._critic, self._reference, self._penalty = critic, reference, penalty
         self._calibrate_every, self._bounds = calibrate_every, (settings.clip_low, settings.clip_high)
         self._adaptive = settings.correction.ess_floor is not None
@@ -176,6 +180,8 @@ class PolicyLearner:
         differing, replayed = count_differing(self._scorer.policy)
         if replayed:
             sums.append({"routes_differing": differing, "routes_replayed": replayed})
+        if len(self._routers):
+            sums.append(self._routers.end_step(self._config))
         self._steps += 1
         if self._noise:
             self._noise.set(self._steps)
@@ -234,6 +240,7 @@ class PolicyLearner:
         """Compute the gradients of a whole mini-batch, and the ranges of its activations. Return metric sums."""
         low, high = self._bounds
         settings, parts = replace(self._settings, clip_low=low, clip_high=high), []
+        self._routers.begin_update(denominators.tokens)
         for index, pass_ in enumerate(passes):
             with equalizer.measuring(_real(pass_)) if equalizer else nullcontext():
                 scores = Scores(*self._policy(pass_.batch))
@@ -258,7 +265,7 @@ class PolicyLearner:
                 value_loss, value_sums = self._critic.loss(pass_, scores.values_BT, denominators)
                 sums |= value_sums
                 loss = loss + self._critic.coef * value_loss
-            self._policy.backward(loss, last=index + 1 == len(passes))
+            self._policy.backward(self._routers.added_to(loss), last=index + 1 == len(passes))
             if calibration:
                 calibration.add(scores.logprobs_BT, pass_, self._shadow(pass_) if self._flow else None)
             parts.append(as_floats(sums))
@@ -330,6 +337,8 @@ class PolicyLearner:
             state: dict[str, Any] = {"updates": self._updates, "steps": self._steps, "bounds": self._bounds}
             if self._base:
                 state["base"] = self._base
+            if self._routers.balance_coef:
+                state["routers"] = self._routers.state()
             (folder / "schedule.json").write_text(json.dumps(state))
         (folder / "policy").mkdir(exist_ok=True)
         self._policy.save(folder / "policy")
@@ -342,7 +351,7 @@ class PolicyLearner:
     def load(self, folder: Path) -> None:
         load_random_state(folder)
         state = json.loads((folder / "schedule.json").read_text())
-        base = state.pop("base", "")
+        base, routers = state.pop("base", ""), state.pop("routers", None)
         if state.keys() != {"updates", "steps", "bounds"}:
             raise CheckpointError(f"{folder} is of another version of this package; start again with --fresh")
         if base != self._base:
@@ -354,6 +363,8 @@ class PolicyLearner:
         self._policy.load(folder / "policy")
         if self._noise:
             self._noise.set(self._steps)
+        if routers:
+            self._routers.restore(routers)
         if self._equalizer:
             self._equalizer.load(folder)
         if self._critic and self._critic.backend:

@@ -102,34 +102,24 @@ def stored_name(config: PreTrainedConfig, name: str) -> str:
 
 
 class Router(ExactLinear):
-    """Chooses the experts of each token, in float32. It is never quantized, as a last bit may change a route.
+    """Logits of the experts for each token [N, d], float32 [N, E]. Its weight stays in float32 and is never quantized,
+    as a last bit may change a route."""
 
-    Args:
-        hidden: width of the states.
-    """
-
-    def __init__(self, hidden: int, mixture: Mixture, **kind: Any) -> None:
-        super().__init__(hidden, mixture.experts, bias=False, **kind)
-        self._active, self._normalizes = mixture.active, mixture.normalizes
-
-    def forward(  # type: ignore[override]
-        self, input: torch.Tensor, replayed_Nk: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (weights, experts, own experts) of the states [N, d]: float32, int64 and int64 [N, k], the largest
-        weight first.
-
-        Args:
-            replayed_Nk: experts to take in place of its own; its own are taken for tokens with -1.
-        """
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.autocast(input.device.type, enabled=False):
-            logits_NE = linear(input.float(), self.weight.float())
-        return choose(logits_NE, self._active, normalizes=self._normalizes, replayed_Nk=replayed_Nk)
+            return linear(input.float(), self.weight.float())
 
 
 def choose(
     logits_NE: torch.Tensor, active: int, *, normalizes: bool, replayed_Nk: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what a Router returns, from its logits [N, E], float32."""
+    """Return (weights, experts, own experts): float32, int64 and int64 [N, k], the largest weight first.
+
+    Args:
+        logits_NE: a Router's, float32.
+        normalizes: the weights of a token's experts add up to 1.
+        replayed_Nk: experts to take in place of the router's own; its own are taken for tokens with -1.
+    """
     probs_NE = logits_NE.softmax(dim=-1)
     # Not topk, which promises no order among equal ones.
     own_Nk = probs_NE.sort(dim=-1, descending=True, stable=True).indices[:, :active]
@@ -151,10 +141,13 @@ def mixed(
     order = experts_Nk.flatten().argsort(stable=True)
     counts = torch.bincount(experts_Nk.flatten(), minlength=len(experts)).tolist()
     parts = x_Nd[order // active].split(counts)
-    computed = [expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)]
-    if torch.is_grad_enabled():  # zeros for the others: on every rank, the same parameters have gradients
-        idle = [expert for expert, count in zip(experts, counts, strict=True) if not count]
-        computed += [expert(x_Nd[:1].detach())[:0] for expert in idle]
+    computed = []
+    for expert, part in zip(experts, parts, strict=True):
+        if len(part):
+            computed.append(expert(part))
+        elif torch.is_grad_enabled():
+            # A gradient of zeros, in its turn: ZeRO adds up gradients of ranks in the order in which they arrive.
+            computed.append(expert(x_Nd[:1].detach())[:0])
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     y_Nkd = torch.cat(computed)[back].view(-1, active, x_Nd.shape[1])
@@ -188,12 +181,18 @@ class MixtureMlp(nn.Module):
 
     def __init__(self, hidden: int, mixture: Mixture, activation: str, **kind: Any) -> None:
         super().__init__()
-        self.gate = Router(hidden, mixture, **kind)
+        self._active, self._normalizes = mixture.active, mixture.normalizes
+        self.gate = Router(hidden, mixture.experts, bias=False, **kind | {"dtype": torch.float32})
         self.experts = nn.ModuleList(Expert(hidden, mixture.width, activation, **kind) for _ in range(mixture.experts))
         self.replayed_Nk: torch.Tensor | None = None
         """Experts to take in the next pass; see Router."""
         self.taken_Nk: torch.Tensor | None = None
         """Experts that the last pass took."""
+        self.watch: Callable[..., torch.Tensor] | None = None
+        """Function of (logits_NE, experts_Nk, weights_Nk, counted_N) that is called in passes with a gradient, and
+        returns the weights."""
+        self.counted_N: torch.Tensor | None = None
+        """Number of answer tokens that each state of the next pass predicts, float32; None if that is not known."""
         self.differing = self.compared = 0
         """Numbers of tokens whose own experts were others than those replayed, and of all that were replayed."""
 
@@ -201,8 +200,13 @@ class MixtureMlp(nn.Module):
         if hidden_states.is_meta:
             return hidden_states  # without data there are no routes
         x_Nd = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weights_Nk, experts_Nk, own_Nk = self.gate(x_Nd, self.replayed_Nk)
+        logits_NE = self.gate(x_Nd)
+        weights_Nk, experts_Nk, own_Nk = choose(
+            logits_NE, self._active, normalizes=self._normalizes, replayed_Nk=self.replayed_Nk
+        )
         self.taken_Nk = experts_Nk
+        if self.watch and self.counted_N is not None and torch.is_grad_enabled():
+            weights_Nk = self.watch(logits_NE, experts_Nk, weights_Nk, self.counted_N)
         if self.replayed_Nk is not None:
             real_N = self.replayed_Nk[:, 0] >= 0
             other_N = (experts_Nk.sort(dim=-1).values != own_Nk.sort(dim=-1).values).any(dim=-1)
@@ -236,11 +240,16 @@ def router_weights(model: nn.Module) -> frozenset[str]:
     return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Router))
 
 
-def replay_routes(model: nn.Module, routes_NLk: torch.Tensor | None) -> None:
-    """Let the next passes take these experts: int64 [tokens, layers with experts, k], -1 for their own; None for their
-    own everywhere. They stay, as checkpointing computes a pass again."""
+def replay_routes(model: nn.Module, routes_NLk: torch.Tensor | None, counted_N: torch.Tensor | None = None) -> None:
+    """Let the next passes take these experts. They stay, as checkpointing computes a pass again.
+
+    Args:
+        routes_NLk: int64 [tokens, layers with experts, k], -1 for the model's own; None for its own everywhere.
+        counted_N: see MixtureMlp.
+    """
     for layer, mixture in enumerate(mixtures(model)):
         mixture.replayed_Nk = None if routes_NLk is None else routes_NLk[:, layer]
+        mixture.counted_N = counted_N
 
 
 def count_differing(model: nn.Module) -> tuple[int, int]:

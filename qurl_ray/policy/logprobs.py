@@ -120,7 +120,8 @@ def answer_states(
         row = _shared(token_ids_BT, mask_BT)
     if row:
         return _states(model, row, routes_BTLk)
-    replay_routes(model, None if routes_BTLk is None else routes_BTLk[:, :-1].flatten(0, 1))
+    counted_N = mask_BT[:, 1:].flatten().float()
+    replay_routes(model, None if routes_BTLk is None else routes_BTLk[:, :-1].flatten(0, 1), counted_N)
     inputs_BT = token_ids_BT[:, :-1]
     positions = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)[None]
     states_BTd = model.base_model(input_ids=inputs_BT, position_ids=positions, use_cache=False).last_hidden_state
@@ -164,7 +165,8 @@ def _states(
     model: PreTrainedModel, row: _Row, routes_BTLk: torch.Tensor | None, division: Division | None = None
 ) -> torch.Tensor:
     own = division.own if division else slice(None)
-    replay_routes(model, None if routes_BTLk is None else routes_BTLk.flatten(0, 1)[row.places_N[own]])
+    counted_N = torch.bincount(row.before_M, minlength=len(row.ids_N)).float()[own]
+    replay_routes(model, None if routes_BTLk is None else routes_BTLk.flatten(0, 1)[row.places_N[own]], counted_N)
     states_1nd = model.base_model(
         input_ids=row.ids_N[own][None],
         position_ids=row.positions_N[own][None],

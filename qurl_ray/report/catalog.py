@@ -157,6 +157,24 @@ _MISMATCH = (
         calm=True,
     ),
     Chart(
+        "Experts",
+        "Load: tokens of the busiest expert over an even share, 1 if all are alike. Idle: experts that no answer token "
+        "chose. Routes: own experts that differ from those replayed.",
+        (
+            Panel((Series("load", "router/load"),), "of an even share", zero=True),
+            Panel(
+                (
+                    Series("idle", "router/idle_experts", 2),
+                    Series("other routes", "mismatch/routes_differing", 3, dashed=True),
+                ),
+                "share",
+                percent=True,
+                zero=True,
+            ),
+        ),
+        absent="",
+    ),
+    Chart(
         "Codes changed by a sync",
         "At 0, the quantized policy does not change although the learner does.",
         (Panel((Series("codes changed", "sync/codes_changed"),), "of the weight codes", percent=True, zero=True),),

@@ -89,7 +89,7 @@ class Chart:
     """Sentence that tells the reader what to look for."""
     panels: tuple[Panel, ...]
     absent: str = "This run has not recorded it."
-    """Text shown instead of the drawing if no panel has a value."""
+    """Text shown instead of the drawing if no panel has a value; the card is left out if there is none."""
     calm: bool = False
     """True if nobody needs to see it as long as all of its values are 0."""
 

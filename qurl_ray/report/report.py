@@ -249,12 +249,15 @@ def _total(record: RunRecord, key: str) -> float:
 def _group(group: catalog.Group) -> _Group:
     cards: dict[bool, list[_Card]] = {False: [], True: []}
     for chart, rows in group.charts:
+        drawing = draw(chart, rows)
+        if not (drawing or chart.absent):
+            continue
         legend = [series for panel in present(chart, rows) for series in panel.series]
         card = _Card(
             title=chart.title,
             reading=chart.reading,
             legend=legend if len(legend) > 1 else [],
-            drawing=draw(chart, rows),
+            drawing=drawing,
             absent=chart.absent,
         )
         cards[is_calm(chart, rows)].append(card)

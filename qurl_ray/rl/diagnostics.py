@@ -27,6 +27,12 @@ movement of the policy by the step's updates (p against theta; the tokens are b'
     policy/max_ratio            max R
     policy/entropy              mean entropy of theta at the tokens, nats
     policy/kl_reference         mean of the configured estimate of KL(theta‖reference)
+routers of a mixture of experts (answer tokens; learner.routers; means over layers but for the load)
+    router/balance              E Σ_i f_i P_i                 1 if tokens are spread evenly
+    router/entropy              mean entropy of the router, nats
+    router/z                    mean (log Σ exp logits)²
+    router/load                 E max_i f_i                   of the busiest expert of all layers; 1 if all are alike
+    router/idle_experts         share of experts that no token chose
 answers (all that a step drew; computed in training/coordinator/figures.py)
     rollout/mean_length         tokens per answer
     rollout/truncated_share     share of answers that reached the length limit
@@ -114,6 +120,11 @@ _STEP_WIDE = {
     "clip/calibrated_high": "max_clip_high",
     "quantization/factors_moved": "max_factors_moved",
     "adapter/noise": "max_noise",
+    "router/balance": "max_router_balance",
+    "router/entropy": "max_router_entropy",
+    "router/z": "max_router_z",
+    "router/load": "max_router_load",
+    "router/idle_experts": "max_router_idle",
 }
 
 

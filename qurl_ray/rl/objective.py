@@ -50,6 +50,9 @@ class ObjectiveSettings:
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
     entropy_coef: float = 0.0
+    router_balance_coef: float = 0.0
+    """Factors of the losses of routers, which the learner adds (learner.routers)."""
+    router_z_coef: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.experts import _KINDS, MixtureMlp, Router, mixture_of
+from qurl_ray.policy.experts import _KINDS, MixtureMlp, Router, choose
 from qurl_ray.policy.load import StoredWeights, check_policy, files_digest, load_model, load_tokenizer, unloaded_model
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.tiny import tiny_outline
@@ -108,10 +108,10 @@ def test_a_tokens_bits_do_not_depend_on_the_others(folders, rows):
 
 
 def test_equal_probabilities_go_to_the_lower_index():
-    router = Router(8, mixture_of(CONFIGS["qwen3_moe"]))
+    router = Router(8, 6, bias=False)
     with torch.no_grad():
         router.weight.copy_(torch.tensor([0.0, 1.0, 0.5, 1.0, 1.0, 0.0])[:, None].expand(6, 8))
-        weights_Nk, experts_Nk, _ = router(torch.ones(3, 8))
+        weights_Nk, experts_Nk, _ = choose(router(torch.ones(3, 8)), 2, normalizes=True)
     assert experts_Nk.tolist() == [[1, 3]] * 3
     torch.testing.assert_close(weights_Nk, torch.full((3, 2), 0.5))
 

@@ -353,6 +353,9 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
                 f"rollout.router_replay={config.rollout.router_replay} needs the experts of each token, which "
                 f"rollout.engine={config.rollout.engine} does not return: set rollout.engine=torch"
             )
+    for name in ("router_balance_coef", "router_z_coef"):
+        if getattr(config.algorithm, name) and not mixture_of(model.config):
+            raise ConfigError(f"algorithm.{name} needs a mixture of experts, and {kind} is dense: leave it out")
     if mixture_of(model.config) and model.config.model_type not in engine.experts:
         raise ConfigError(
             f"{kind} is a mixture of experts, which rollout.engine={config.rollout.engine} does not have: set "

@@ -27,6 +27,8 @@ def objective_settings(config: RunConfig) -> ObjectiveSettings:
         kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         kl_estimator=algorithm.kl_estimator,
         entropy_coef=algorithm.entropy_coef,
+        router_balance_coef=algorithm.router_balance_coef,
+        router_z_coef=algorithm.router_z_coef,
     )
 
 

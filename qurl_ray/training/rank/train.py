@@ -98,8 +98,7 @@ def train_loop(context: dict[str, Any]) -> None:
     model.get_input_embeddings().register_forward_pre_hook(lambda *_: watchdog.progress())
     rollouts, resume = config.rollout.quantization, start.resume
     tied = tied_head(model)
-    # An engine in fewer bits could not hold them.
-    exact = router_weights(model) if config.rollout.dtype == "float32" else frozenset()
+    exact = router_weights(model)
     quantized: dict[str, Unit] = {}
     exported = config.export.format(rollouts)
     if rollouts != "none" or exported != "none":
