@@ -4,7 +4,8 @@ Writes benchmarks/results/planner.json and planner.md. `--part` makes one of the
 
 - published: figures that others published, which takes no time;
 - host: what hosts compute in a sync, as rates of this one (seconds);
-- memory: bytes of a learner, by its backend and ZeRO stage, as torch's allocator counts them (ten minutes).
+- memory: bytes of a learner, by its backend and ZeRO stage, as torch's allocator counts them (ten minutes);
+- experts: the same of a small mixture of experts.
 
 Nothing else should use the machine during this time.
 """
@@ -94,9 +95,24 @@ LEARNERS: dict[str, tuple[int, dict[str, Any]]] = {
 """Number of ranks and settings of each learner that is measured."""
 
 
-def compare_memory(name: str) -> dict[str, Any]:
+MIXTURE = Shape(
+    name="a mixture of 86 M parameters (8 experts, 2 active)",
+    hidden=512,
+    layers=8,
+    heads=8,
+    kv_heads=4,
+    head_dim=64,
+    intermediate=768,
+    vocab=8192,
+    tied=True,
+    experts=8,
+    active=2,
+)
+
+
+def compare_memory(shape: Shape) -> dict[str, Any]:
     """Return predicted and measured bytes of rank 0 of each learner, of this shape, in two steps."""
-    shape, rows = SHAPES[name], []
+    rows = []
     for label, (ranks, settings) in LEARNERS.items():
         work = Workload(
             prompts=4, samples=1, prompt=32, response=32, mean=32.0, updates=2, micro_tokens=64,
@@ -111,7 +127,7 @@ def compare_memory(name: str) -> dict[str, Any]:
         fixed = 4 * BUCKET if stage in (1, 2, 3) else 0
         rows.append({"learner": label, "predicted": predicted, "measured": measured, "fixed": fixed})
         print(rows[-1], flush=True)
-    return {"machine": machine(), "shape": name, "rows": rows}
+    return {"machine": machine(), "shape": shape.name, "rows": rows}
 
 
 def _learn(
@@ -242,6 +258,7 @@ class Part(StrEnum):
     PUBLISHED = "published"
     HOST = "host"
     MEMORY = "memory"
+    EXPERTS = "experts"
 
 
 def main(
@@ -257,11 +274,13 @@ def main(
     if Part.HOST in parts:
         values["host"] = {"machine": machine(), "rates": measure_host()}
     if Part.MEMORY in parts:
-        values["memory"] = compare_memory(shape)
+        values["memory"] = compare_memory(SHAPES[shape])
+    if Part.EXPERTS in parts:
+        values["experts"] = compare_memory(MIXTURE)
     RESULTS.mkdir(exist_ok=True)
     file.write_text(json.dumps(values, indent=2) + "\n")
     text = ["# The planner", "", "`python benchmarks/planner.py`, part by part (`--part`).", "", *published_table(rows)]
-    for name, table in (("host", host_table), ("memory", memory_table)):
+    for name, table in (("host", host_table), ("memory", memory_table), ("experts", memory_table)):
         text += ["", *table(values[name])] if name in values else []
     (RESULTS / "planner.md").write_text("\n".join(text).rstrip() + "\n")
     Console().print((RESULTS / "planner.md").read_text(), highlight=False)

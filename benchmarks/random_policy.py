@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +14,9 @@ _CONTEXT, _MOST_TOKENS = 1024, 128  # least context of a policy, and most tokens
 
 
 def shape_spec(shape: Shape, work: Workload, folder: Path) -> PolicySpec:
-    """Write the config.json of a Llama with this shape to `folder`, and return its spec."""
-    config = {
+    """Write the config.json of a Llama with this shape to `folder`, or of a Qwen3-MoE if it has experts, and return its
+    spec."""
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": shape.hidden,
@@ -29,6 +31,15 @@ def shape_spec(shape: Shape, work: Workload, folder: Path) -> PolicySpec:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if shape.experts > 1:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.active,
+            "moe_intermediate_size": shape.intermediate,
+            "norm_topk_prob": True,
+        }
     (folder / "config.json").write_text(json.dumps(config))
     return PolicySpec(source=str(folder))
 

@@ -278,6 +278,7 @@ class EngineEntry(Entry):
     """Direct transports that it can receive from (engines.protocol.DirectEngine)."""
 
 
+_MIXTURES = ("mixtral", "olmoe", "qwen3_moe")
 ENGINES = Table[EngineEntry](
     kind="engine",
     group="qurl_ray.engines",
@@ -289,7 +290,7 @@ ENGINES = Table[EngineEntry](
             kv_cache=("full", "fp8"),
             equal_bits=True,
             adapters=True,
-            experts=("mixtral", "olmoe", "qwen3_moe"),
+            experts=_MIXTURES,
             routes=True,
             captures=True,
             compiles=True,
@@ -299,7 +300,7 @@ ENGINES = Table[EngineEntry](
             help="is vLLM 0.32 with this package's quantization",
             check="qurl_ray.engines.vllm.check:check",
             adapters=True,
-            experts=("qwen3_moe",),
+            experts=_MIXTURES,
             tensor_parallel=True,
             captures=True,
             graphs_on_cuda=True,

@@ -80,7 +80,10 @@ def activation_bytes(shape: Shape, work: Workload) -> float:
     checkpointing only the inputs of all blocks and the inside of one block are kept.
     """
     attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    inside = (2 if work.autocast else 4) * (6 * shape.hidden + attention + 4 * shape.intermediate)
+    mlps = 4 * shape.intermediate * shape.active
+    if shape.experts > 1:  # rows by expert, before and after, and their weighted sum
+        mlps += 3 * shape.hidden * shape.active
+    inside = (2 if work.autocast else 4) * (6 * shape.hidden + attention + mlps)
     blocks = 1 if work.checkpointing else shape.layers
     return work.pass_tokens * (4 * shape.hidden * shape.layers + inside * blocks)
 

@@ -22,7 +22,7 @@ def preset(name: str, *overrides: str):
 def test_the_presets_for_eight_gpus_are_these():
     assert PRESETS == [
         "dapo_7b_math", "deepscaler_grpo", "deepscaler_grpo_16k", "deepscaler_grpo_24k", "gsm8k_ppo",
-        "jet_rl_llama31_8b", "jet_rl_qwen25_7b", "jet_rl_qwen3_8b", "qwen3_8b_1node",
+        "jet_rl_llama31_8b", "jet_rl_qwen25_7b", "jet_rl_qwen3_8b", "olmoe_7b_1b", "qwen3_8b_1node",
     ]  # fmt: skip
 
 

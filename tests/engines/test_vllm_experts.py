@@ -12,7 +12,7 @@ from qurl_ray.learner.batching import to_tensors
 from qurl_ray.policy.experts import router_weights
 from qurl_ray.policy.load import load_model
 from qurl_ray.quant.units import units
-from qurl_ray.types import Adapters
+from qurl_ray.types import Adapters, PolicySpec
 from qurl_ray.weights.local import send_into
 from qurl_ray.weights.receiver import decode_buckets
 from qurl_ray.weights.stream import Publisher, assemble_manifest
@@ -24,6 +24,7 @@ from tests.learner.test_experts import EXPERT, _damaged, _missing, _swapped, _ze
 from tests.learner.test_experts import mixture as mixture  # a fixture
 from tests.learner.test_experts import mixture_spec as mixture_spec  # a fixture
 from tests.learner.test_flow import KEEP, flow_of, learner_of, trajectories
+from tests.policy.test_experts import folders as folders  # a fixture
 
 pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
 
@@ -106,6 +107,23 @@ def test_experts_that_are_lost_on_the_way_are_named(engine, mixture, tokenizer, 
         engine.load(manifest, buckets)
     engine.load(manifest, received())
     assert engine.call("generate", requests_for(tokenizer, 1, 1), version=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["olmoe", "mixtral"])
+def test_other_mixtures(folders, tokenizer, name):
+    spec = PolicySpec(source=str(folders[name]))
+    model = load_model(spec)
+    exact = router_weights(model)
+    with Remote(spec, slots=8, threads=1, timeout_s=240) as engine:
+        for version, fmt in ((1, None), (2, taken("int8"))):
+            publisher = Publisher(units(model, KEEP) if fmt else {}, exact=exact)
+            send_into(publisher, engine, model.named_parameters(), fmt, version=version)
+            names = (*exact, EXPERT, "model.layers.0.self_attn.q_proj.weight")
+            for read in names if fmt is None else exact:
+                assert np.array_equal(engine.resident(read)[0], model.get_parameter(read).detach().numpy())
+            found = gaps(engine, learner_of(model, flow_of(model, "int8") if fmt else None), tokenizer, version)
+            assert found.mean() <= (3e-2 if fmt else 1e-4)
 
 
 @pytest.mark.slow

@@ -244,10 +244,8 @@ def test_runs_that_could_not_have_experts_are_refused(settings, fact):
 @pytest.mark.parametrize(
     ("name", "engine", "fact"),
     [
-        ("olmoe", "vllm", "OlmoeForCausalLM is a mixture of experts, which rollout.engine=vllm does not have"),
-        ("mixtral", "vllm", "MixtralForCausalLM is a mixture of experts"),
-        ("qwen3_moe", "vllm", None),
-        *((name, "torch", None) for name in ("olmoe", "mixtral", "qwen3_moe")),
+        ("olmoe", "tests.engines.test_none:none", "which rollout.engine=tests.engines.test_none:none does not have"),
+        *((name, engine, None) for name in ("olmoe", "mixtral", "qwen3_moe") for engine in ("torch", "vllm")),
     ],
 )
 def test_an_engine_has_the_mixtures_that_its_entry_names(folders, name, engine, fact):

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import GateLinear
 from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.models import mixtral, olmoe
 from vllm.platforms import current_platform
 
 from qurl_ray.engines.vllm.kernels import StackedCodes, fused_quantization
@@ -28,6 +30,19 @@ from qurl_ray.policy.experts import choose, mixed
 _PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
 """Linear of vLLM that holds each linear of an expert, and its place there."""
 PACKED = {linear: [part for part, (held, _) in _PARTS.items() if held == linear] for linear, _ in _PARTS.values()}
+MIXTRAL = ".block_sparse_moe."
+"""Path of mixtures in vLLM's Mixtral, where the learner has .mlp."""
+
+
+class QuantizedGate(GateLinear):
+    """A router that asks the plugin for its method. vLLM's OLMoE and Mixtral ask for none, and pack it on a CPU, after
+    which it can be neither replaced nor read back."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings | {"quant_config": get_current_vllm_config().quant_config})
+
+
+olmoe.GateLinear = mixtral.GateLinear = QuantizedGate
 
 
 class ExpertLinears(nn.Module):
@@ -127,9 +142,9 @@ class QurlExpertsMethod(FusedMoEMethodBase):
 
 def place_of_expert(name: str) -> tuple[str, int | None] | None:
     """Return vLLM's name of a parameter of an expert, and its place in the linear there; None for other parameters."""
-    before, within, after = name.partition(".mlp.experts.")
+    before, within, after = name.partition(".experts.")
     if not within:
         return None
     index, linear, leaf = after.split(".", 2)
     held, place = _PARTS[linear]
-    return f"{before}.mlp.experts.routed_experts.experts.{index}.{held}.{leaf}", place
+    return f"{before}.experts.routed_experts.experts.{index}.{held}.{leaf}", place

@@ -47,7 +47,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from qurl_ray.engines.vllm.experts import PACKED, QurlExpertsMethod
+from qurl_ray.engines.vllm.experts import MIXTRAL, PACKED, QurlExpertsMethod
 from qurl_ray.engines.vllm.kernels import ExpertCodes, FixedCodes
 from qurl_ray.engines.vllm.shards import TensorShard, cut, fuse
 from qurl_ray.errors import QuantizationError
@@ -408,5 +408,6 @@ class QurlConfig(QuantizationConfig):
     def _names(self, prefix: str) -> list[str]:
         """Return the checkpoint's names of the tensors that are fused in a layer."""
         path, _, leaf = prefix.rpartition(".")
-        packed = PACKED if ".mlp.experts." in prefix else self.packed_modules_mapping
+        packed = PACKED if ".experts." in prefix else self.packed_modules_mapping
+        path = path.replace(MIXTRAL, ".mlp.")
         return [f"{path}.{name}.weight".lstrip(".") for name in packed.get(leaf, [leaf])]

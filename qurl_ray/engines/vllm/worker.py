@@ -21,7 +21,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from qurl_ray.engines.vllm.experts import place_of_expert
+from qurl_ray.engines.vllm.experts import MIXTRAL, place_of_expert
 from qurl_ray.engines.vllm.plugin import AdapterMatrix, QurlLinearMethod
 from qurl_ray.engines.vllm.shards import Partition, Piece, TensorShard, cut, fingerprint_pieces, local_shards, read
 from qurl_ray.errors import QurlError, SyncError
@@ -227,7 +227,8 @@ class ResidentPolicy:
 
     def _find(self, name: str) -> Place:
         kind = type(self.model).__name__
-        parameter, index = place_of_expert(name) or self._mapped(name)
+        here = name.replace(".mlp.", MIXTRAL) if kind == "MixtralForCausalLM" else name
+        parameter, index = place_of_expert(here) or self._mapped(here)
         path, _, leaf = parameter.rpartition(".")
         try:
             module = self.model.get_submodule(path)
