@@ -60,6 +60,10 @@ class LearnerConfig(Section):
     sequence_parallel: int = Field(1, ge=1)
     """Number of ranks that share the tokens of each sample, for long answers: each computes a part of the tokens, and
     in attention all tokens of a part of the heads (Ulysses). `workers` must be a multiple of it. 1 is off."""
+    expert_parallel: bool = False
+    """With a mixture of experts and backend=fsdp, divide the experts over the ranks: each computes its own for the
+    tokens of all, and a pass gathers each expert on one rank, not on all. `workers` must divide the number of
+    experts."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """State that DeepSpeed shards over the ranks, with backend=deepspeed: 0 shards nothing; 1 the optimizer's states; 2
     also the gradients; 3 also the parameters."""
@@ -132,6 +136,8 @@ class LearnerConfig(Section):
                 f"workers={self.workers} is no multiple of sequence_parallel={self.sequence_parallel}, the ranks that "
                 "share a sample"
             )
+        if self.expert_parallel and (self.backend != "fsdp" or self.lora):
+            raise ValueError("expert_parallel divides what backend=fsdp trains: it needs that backend, and no lora")
         if self.compute == "float16" and self.backend == "deepspeed":
             raise ValueError("compute=float16 scales losses, which backend=deepspeed does not: choose torch or fsdp")
         if self.optimizer == "muon" and self.backend != "torch":

@@ -75,7 +75,7 @@ class FlowSwitch:
             if not self._on:
                 return product(x, linear.weight, linear.bias)
             return unified_linear(
-                _as_for_a_linear(x),
+                as_for_a_linear(x),
                 linear.weight,
                 linear.bias,
                 fmt=flow.fmt,
@@ -149,13 +149,13 @@ class Adaptation:
 
 
 def _frozen(module: nn.Module, x: torch.Tensor, *, codes: QuantizedLinear, factors: Factors) -> torch.Tensor:
-    x = _as_for_a_linear(x)
+    x = as_for_a_linear(x)
     with torch.autocast(x.device.type, enabled=False):
         y = factors.outputs(_FrozenProduct.apply(factors.inputs(x), codes))
     return plus_adapter(module, x, y)
 
 
-def _as_for_a_linear(x: torch.Tensor) -> torch.Tensor:
+def as_for_a_linear(x: torch.Tensor) -> torch.Tensor:
     """Return x in the type to which autocast, which has no effect on these products, would cast it for a linear."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x

@@ -19,24 +19,30 @@ from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.backend import ReadRows, Resident, make_optimizers, unscale, world
+from qurl_ray.learner.expert_parallel import divide_experts
 from qurl_ray.learner.state import SavedState, own_rows, save_rows
 from qurl_ray.policy.experts import mixtures
 
 
-def shard(module: nn.Module, device: str, model: nn.Module, rows: ReadRows | None) -> None:
+def shard(
+    module: nn.Module, device: str, model: nn.Module, rows: ReadRows | None, *, expert_parallel: bool = False
+) -> None:
     """Shard a module over all ranks, in place. Collective.
 
     Args:
         model: part of the module, whose weights `rows` reads by the names that they have in it.
         rows: None if the weights are there.
+        expert_parallel: see learner.expert_parallel.
     """
-    mesh = init_device_mesh(device, (world()[1],))
+    mesh, left = init_device_mesh(device, (world()[1],)), set[nn.Parameter]()
+    if expert_parallel:
+        left = {parameter for mixture in mixtures(module) for parameter in divide_experts(mixture, mesh)}
     # Experts are gathered with their block: ranks compute different ones, and must make the same collective calls.
     inner = [mixture.experts for mixture in mixtures(module)]
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and part not in inner]
     for block in [block for blocks in reversed(lists) for block in blocks]:  # inner ones first
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+        fully_shard(block, mesh=mesh, ignored_params=left)
+    fully_shard(module, mesh=mesh, ignored_params=left)
     for part in _parts(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -70,7 +76,7 @@ class FsdpBackend:
     def __init__(
         self, module: nn.Module, config: LearnerConfig, model: nn.Module, rows: ReadRows | None = None
     ) -> None:
-        shard(module, config.device, model, rows)
+        shard(module, config.device, model, rows, expert_parallel=config.expert_parallel)
         self.module, self._config = module, config
         (self._optimizer,) = make_optimizers(module, config)
 

@@ -459,7 +459,7 @@ def make_learner(
         if config.backend == "fsdp":
             from qurl_ray.learner.fsdp_backend import shard
 
-            shard(comparison, config.device, reference, rows)
+            shard(comparison, config.device, reference, rows, expert_parallel=config.expert_parallel)
     scorer = Scorer(
         model,
         config,

@@ -112,7 +112,8 @@ def learner_bytes(
     if stage == "fsdp":
         # In a pass: outside of blocks parameters and gradient; of a block both, and each once more in the buffer of its
         # collective.
-        outside, block = 4 * (params - shape.block_params), 4 * shape.block_params / shape.layers
+        elsewhere = shape.expert_params * (1 - 1 / ranks) if work.expert_parallel else 0
+        outside, block = 4 * (params - shape.block_params), 4 * (shape.block_params - elsewhere) / shape.layers
         passing = 2 * outside + second_gradient + 4 * block + cast + kept
         reference = share if work.reference else 0
         learning = states * (1 + work.critic) + passing + reference

@@ -48,6 +48,11 @@ class Shape:
         """Number of weights of the block linears with which a token is multiplied."""
         return self._with_mlps(self.active)
 
+    @property
+    def expert_params(self) -> int:
+        """Number of weights of experts; 0 for a dense model."""
+        return self.block_params - self._with_mlps(0) if self.experts > 1 else 0
+
     def read_params(self, batch: float) -> float:
         """Number of weights of the block linears that a step of `batch` tokens reads, if experts are chosen evenly."""
         chosen = 1 - (1 - self.active / self.experts) ** batch

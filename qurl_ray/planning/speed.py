@@ -180,13 +180,17 @@ def learn_s(
     forward = max(forward, work.updates * longest * pass_flops(shape, longest) / (work.sequence_parallel * rate))
     scored = (work.updates - 1) / work.updates + work.reference + work.critic
     trained = (4 if work.checkpointing else 3) * (2 if work.critic else 1)
-    sent = 0.0
+    sent, gathered = 0.0, float(shape.params)
     if ranks > 1:
         passes = max(1.0, work.tokens / work.updates / busy / work.micro_tokens)
         per_pass, per_update = {0: (0, 8), 1: (0, 8), 2: (4, 4), 3: (12, 0), "fsdp": (12, 0)}[stage]
         scoring = 4 * passes * scored if stage in (3, "fsdp") else 0
         line = (gpu.link if ranks <= NODE else NETWORK) * c.link
-        sent = work.updates * shape.params * (per_pass * passes + per_update + scoring) / line
+        if work.expert_parallel and stage == "fsdp":
+            gathered -= shape.expert_params * (1 - 1 / ranks)
+            there_and_back = 2 * (2 if work.autocast else 4) * shape.layers * shape.active * shape.hidden
+            sent = work.tokens / busy * there_and_back * (scored + trained) / line
+        sent += work.updates * gathered * (per_pass * passes + per_update + scoring) / line
     return max(forward * (scored + trained), sent) + work.updates * _moments_s(shape, gpu, c) / ranks
 
 

@@ -53,6 +53,8 @@ class Workload:
     """Tokens of one forward and backward pass, of a rank."""
     sequence_parallel: int = 1
     """Ranks that share the tokens of a sequence."""
+    expert_parallel: bool = False
+    """True if each rank of the learner computes some of the experts (learner.expert_parallel)."""
     slots: int = 512
     """Most sequences that an engine decodes at a time."""
     transport: TransportName = "object_store"
@@ -177,6 +179,7 @@ def configured_workload(config: RunConfig) -> Workload:
         bucket=config.sync.bucket_mb << 20,
         micro_tokens=learner.tokens_per_micro_batch,
         sequence_parallel=learner.sequence_parallel,
+        expert_parallel=learner.expert_parallel,
         slots=rollout.slots,
         staleness=rollout.max_staleness,
         delta=config.sync.delta,

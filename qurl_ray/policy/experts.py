@@ -11,6 +11,7 @@ Rows are sorted by expert, and each expert multiplies its own by the products of
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,27 +131,34 @@ def choose(
     return weights_Nk, experts_Nk, own_Nk
 
 
-def mixed(
-    x_Nd: torch.Tensor,
-    weights_Nk: torch.Tensor,
-    experts_Nk: torch.Tensor,
-    experts: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+Compute = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+"""Function that takes rows [R, d], sorted by expert, and how many each expert has, and returns the results [R, d]."""
+
+
+def each_by_itself(
+    rows_Rd: torch.Tensor, counts: Sequence[int], experts: Sequence[Callable[[torch.Tensor], torch.Tensor]]
 ) -> torch.Tensor:
-    """Return Σ_j weights[:, j] · experts[experts_Nk[:, j]](x), [N, d]. Each expert is called once, for its rows."""
-    active = experts_Nk.shape[1]
-    order = experts_Nk.flatten().argsort(stable=True)
-    counts = torch.bincount(experts_Nk.flatten(), minlength=len(experts)).tolist()
-    parts = x_Nd[order // active].split(counts)
+    """Return the results [R, d] of rows that are sorted by expert. Each expert is called once, for its rows."""
     computed = []
-    for expert, part in zip(experts, parts, strict=True):
+    for expert, part in zip(experts, rows_Rd.split(list(counts)), strict=True):
         if len(part):
             computed.append(expert(part))
         elif torch.is_grad_enabled():
             # A gradient of zeros, in its turn: ZeRO adds up gradients of ranks in the order in which they arrive.
-            computed.append(expert(x_Nd[:1].detach())[:0])
+            computed.append(expert(rows_Rd.new_zeros(1, rows_Rd.shape[1]))[:0])
+    return torch.cat(computed) if computed else rows_Rd
+
+
+def mixed(
+    x_Nd: torch.Tensor, weights_Nk: torch.Tensor, experts_Nk: torch.Tensor, experts: int, compute: Compute
+) -> torch.Tensor:
+    """Return Σ_j weights[:, j] · y_j, [N, d], where y_j is the result of expert experts_Nk[:, j], of so many."""
+    active = experts_Nk.shape[1]
+    order = experts_Nk.flatten().argsort(stable=True)
+    counts = torch.bincount(experts_Nk.flatten(), minlength=experts).tolist()
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    y_Nkd = torch.cat(computed)[back].view(-1, active, x_Nd.shape[1])
+    y_Nkd = compute(x_Nd[order // active], counts)[back].view(-1, active, x_Nd.shape[1])
     weighted_Nkd = y_Nkd * weights_Nk[:, :, None].to(y_Nkd.dtype)
     y_Nd = weighted_Nkd[:, 0]
     for place in range(1, active):  # one after the other: a sum's order is part of its bits
@@ -188,6 +196,8 @@ class MixtureMlp(nn.Module):
         """Experts to take in the next pass; see Router."""
         self.taken_Nk: torch.Tensor | None = None
         """Experts that the last pass took."""
+        self.compute: Compute | None = None
+        """Products of the experts; each multiplies by itself if absent."""
         self.watch: Callable[..., torch.Tensor] | None = None
         """Function of (logits_NE, experts_Nk, weights_Nk, counted_N) that is called in passes with a gradient, and
         returns the weights."""
@@ -212,7 +222,8 @@ class MixtureMlp(nn.Module):
             other_N = (experts_Nk.sort(dim=-1).values != own_Nk.sort(dim=-1).values).any(dim=-1)
             self.differing += int((other_N & real_N).sum())
             self.compared += int(real_N.sum())
-        return mixed(x_Nd, weights_Nk, experts_Nk, list(self.experts)).view(hidden_states.shape)
+        compute = self.compute or partial(each_by_itself, experts=list(self.experts))
+        return mixed(x_Nd, weights_Nk, experts_Nk, len(self.experts), compute).view(hidden_states.shape)
 
 
 def with_experts(model: PreTrainedModel) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from qurl_ray.config import load_config
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.errors import ConfigError
 from qurl_ray.learner.batching import plan, to_tensors
+from qurl_ray.learner.expert_parallel import ExpertParallel
 from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.policy.experts import mixtures
 from qurl_ray.policy.load import StoredWeights, load_model, unloaded_model
@@ -156,6 +157,14 @@ def test_a_resumed_learner_has_the_shares_of_the_step_before(mixture_spec, sampl
 CASES = {
     "torch": {"backend": "torch"},
     "fsdp": {"backend": "fsdp", "packing": True, "gradient_checkpointing": True},
+    "experts": {"backend": "fsdp", "expert_parallel": True},
+    "experts, checkpointing": {
+        "backend": "fsdp",
+        "expert_parallel": True,
+        "packing": True,
+        "gradient_checkpointing": True,
+    },
+    "experts, sequence": {"backend": "fsdp", "expert_parallel": True, "sequence_parallel": 2},
     "zero 2": {"backend": "deepspeed", "zero_stage": 2},
     "zero 3": {"backend": "deepspeed", "zero_stage": 3, "packing": True},
     "sequence": {"backend": "fsdp", "sequence_parallel": 2},
@@ -165,6 +174,8 @@ CASES = {
 def made(spec, rank: int, ranks: int, **config) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict]:
     """Parameters' movement in two steps, of which the first gives f; its log-probs by sample; the second's metrics."""
     learner = learner_of(spec, workers=ranks, **config)
+    parallel = [isinstance(m.compute, ExpertParallel) for m in mixtures(learner._scorer.policy)]
+    assert parallel == 2 * [config.get("expert_parallel", False)]
     each = config.get("sequence_parallel", 1)
     watched = [[replace(sample, watched=True) for sample in group] for group in groups(count=5)]
     shares = plan(watched, updates=1, ranks=ranks // each, token_budget=60, seed=3, packed=True)[rank // each]
@@ -195,6 +206,30 @@ def test_ranks_make_the_updates_of_one(mixture_spec, tmp_path, ranks):
                     assert of_rank[key] == pytest.approx(sums[key], rel=1e-5)
         assert answers.keys() == logprobs.keys()
         assert all(np.array_equal(answers[uid], logprobs[uid]) for uid in logprobs)
+
+
+def alone_at_work(rank: int, ranks: int, spec, out: str) -> None:
+    """All tokens go to the first rank's experts: the other has none to compute."""
+    torch.save(concentrated(spec, rank, ranks, backend="fsdp", expert_parallel=ranks > 1), f"{out}/{rank}.pt")
+
+
+def concentrated(spec, rank: int, ranks: int, **config) -> dict[str, torch.Tensor]:
+    learner = learner_of(spec, workers=ranks, **config)
+    samples = [
+        replace(s, routes=np.array([[[0, 1]] * 2] * (s.length - 1), np.uint8)) for g in groups(count=4) for s in g
+    ]
+    shares = plan([[s] for s in samples], updates=1, ranks=ranks, token_budget=60, seed=3)[rank]
+    start = {name: p.detach().clone().double() for name, p in learner.named_parameters()}
+    for _ in range(2):
+        learner.learn(shares)
+    return {name: p.detach().double() - start[name] for name, p in learner.named_parameters()}
+
+
+def test_a_rank_whose_experts_have_no_tokens_goes_along(mixture_spec, tmp_path):
+    alone = concentrated(mixture_spec, 0, 1, backend="torch")
+    run_ranks(2, alone_at_work, mixture_spec, str(tmp_path))
+    for rank in range(2):
+        assert distance(torch.load(tmp_path / f"{rank}.pt"), alone, sorted(alone)) < 1e-5
 
 
 def test_a_dense_policy_has_no_routers():

@@ -233,6 +233,11 @@ def test_mixtures_that_are_not_known_are_refused_by_name(folders, tmp_path, sett
             ["model.experts=0", "rollout.router_replay=rollout"],
             "needs a mixture of experts, and Qwen2ForCausalLM is dense",
         ),
+        (["model.experts=0", "learner.backend=fsdp", "learner.expert_parallel=true"], "Qwen2ForCausalLM is dense"),
+        (
+            ["learner.workers=3", "learner.backend=fsdp", "learner.expert_parallel=true"],
+            "4 experts cannot be divided by learner.workers=3",
+        ),
     ],
 )
 def test_runs_that_could_not_have_experts_are_refused(settings, fact):
@@ -264,6 +269,7 @@ def test_the_torch_engine_has_all_mixtures():
     [
         (["model.experts=1"], "experts=1 is a dense policy"),
         (["model.experts=4", "model.active_experts=5"], "active_experts=5 is more than experts=4"),
+        (["model.experts=4", "learner.expert_parallel=true", "learner.backend=deepspeed"], "needs that backend"),
     ],
 )
 def test_tiny_mixtures_whose_numbers_contradict_each_other_are_refused(settings, fact):

@@ -9,6 +9,7 @@ a CPU, with a definition of the operation, and not on a GPU.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from vllm.platforms import current_platform
 from qurl_ray.engines.vllm.kernels import StackedCodes, fused_quantization
 from qurl_ray.errors import QuantizationError
 from qurl_ray.numerics.activations import silu
-from qurl_ray.policy.experts import choose, mixed
+from qurl_ray.policy.experts import choose, each_by_itself, mixed
 
 _PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
 """Linear of vLLM that holds each linear of an expert, and its place there."""
@@ -128,7 +129,9 @@ class QurlExpertsMethod(FusedMoEMethodBase):
         """Return the rank's part of the mixture's result, [N, d], from the router's logits [N, E]."""
         weights_Nk, experts_Nk, _ = choose(router_logits.float(), layer.top_k, normalizes=layer.renormalize)
         if self._stacks is None:
-            return mixed(x, weights_Nk, experts_Nk, list(layer.experts))
+            return mixed(
+                x, weights_Nk, experts_Nk, len(layer.experts), partial(each_by_itself, experts=list(layer.experts))
+            )
         first, second = self._stacks
         return fused_experts(
             x.contiguous(),

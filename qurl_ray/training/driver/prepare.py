@@ -356,7 +356,16 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
     for name in ("router_balance_coef", "router_z_coef"):
         if getattr(config.algorithm, name) and not mixture_of(model.config):
             raise ConfigError(f"algorithm.{name} needs a mixture of experts, and {kind} is dense: leave it out")
-    if mixture_of(model.config) and model.config.model_type not in engine.experts:
+    mixture = mixture_of(model.config)
+    if config.learner.expert_parallel:
+        if not mixture:
+            raise ConfigError(f"learner.expert_parallel needs a mixture of experts, and {kind} is dense: leave it out")
+        if mixture.experts % config.learner.workers:
+            raise ConfigError(
+                f"learner.expert_parallel: {mixture.experts} experts cannot be divided by learner.workers="
+                f"{config.learner.workers}"
+            )
+    if mixture and model.config.model_type not in engine.experts:
         raise ConfigError(
             f"{kind} is a mixture of experts, which rollout.engine={config.rollout.engine} does not have: set "
             "rollout.engine=torch"

@@ -35,12 +35,22 @@ def test_routes_arrive_at_the_learner_and_the_run_is_resumed_to_the_bit(tmp_path
     "settings",
     [
         ["learner.backend=fsdp", "learner.workers=2", "rollout.router_replay=always", "algorithm.kl_coef=0.01"],
+        [
+            "learner.backend=fsdp",
+            "learner.workers=2",
+            "learner.expert_parallel=true",
+            "precision_flow=unified",
+            "algorithm.correction=ignore",
+            "algorithm.router_balance_coef=0.01",
+            "quantization.equalize=true",
+            "learner.gradient_checkpointing=true",
+        ],
         ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
         ["precision_flow=unified", "algorithm.correction=ignore", "learner.sequence_parallel=2", "learner.workers=2"],
         ["learner.lora.rank=4", "algorithm.correction=ignore", "quantization.uaq_scale=1"],
         ["rollout.engine=vllm"],
     ],
-    ids=["fsdp", "deepspeed", "sequence", "lora", "vllm"],
+    ids=["fsdp", "experts", "deepspeed", "sequence", "lora", "vllm"],
 )
 def test_other_learners_train_experts(tmp_path, cluster, settings):
     whole = run(load_config(None, [*MIXTURE, *settings, f"output_dir={tmp_path}"]))
