@@ -157,7 +157,7 @@ class AnswerTokens:
         rows=(3,), mask=[True, False, True, False, False, False, True]: the second row has a prompt of three tokens."""
     routes: np.ndarray | None = None  # uint8 or uint16 [prompt and answer length - 1, layers with experts, k]
     """Experts that computed each token of prompt and answer but the last, the one with the largest weight first; None
-    if they were not recorded."""
+    if they were not recorded. float32 [..., 2 k] if their weights were, too: they come after the experts."""
 
     @property
     def drawn(self) -> int:

@@ -81,6 +81,9 @@ class RolloutConfig(Section):
     router_replay: Literal["off", "rollout", "always"] = "off"
     """With a mixture of experts, compute the policy's training passes with the experts that the engine chose for each
     token (`rollout`), or those of the KL penalty's reference, too (`always`). A byte per expert, layer and token."""
+    router_replay_weights: bool = False
+    """With `router_replay`, take the engine's weights of these experts, too: routers are then not trained by replayed
+    tokens. Eight bytes per expert, layer and token in place of one."""
     cuda_graphs: bool | None = None
     """Capture decode steps as CUDA graphs, so that one call starts all kernels of a step. null is true with engine=vllm
     and device=cuda, else false. The torch engine captures them again after each sync, so there it is for long answers;
@@ -125,6 +128,8 @@ class RolloutConfig(Section):
     def _grows(self) -> "RolloutConfig":
         if self.max_workers is not None and self.max_workers < self.workers:
             raise ValueError(f"max_workers ({self.max_workers}) is below workers ({self.workers})")
+        if self.router_replay_weights and self.router_replay == "off":
+            raise ValueError("router_replay_weights needs router_replay=rollout or always")
         return self
 
     @property

@@ -59,6 +59,7 @@ def rollout_options(
         cuda_graphs=config.graphs,
         compile=config.compile,
         routes=config.router_replay != "off",
+        route_weights=config.router_replay_weights,
         sleeps=colocated,
         start_timeout_s=config.start_limit_s,
     )
@@ -80,6 +81,7 @@ def torch_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
         capture=CudaCapture if options.cuda_graphs else None,
         compile=torch.compile if options.compile else None,
         routes=options.routes,
+        route_weights=options.route_weights,
     )
 
 

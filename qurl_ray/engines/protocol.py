@@ -48,6 +48,8 @@ class EngineOptions:
     """Compile the operations between the products."""
     routes: bool = False
     """Note the experts of each token."""
+    route_weights: bool = False
+    """Note their weights, too."""
     sleeps: bool = False
     """It must be able to sleep while a learner uses its device."""
     start_timeout_s: float = 600.0

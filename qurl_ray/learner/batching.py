@@ -115,7 +115,7 @@ class Tensors:
     advantages: torch.Tensor  # float32 [B], or [B, T] if turns have their own
     lengths_B: torch.Tensor  # int64, tokens that are not padding
     drawn_B: torch.Tensor  # int64, tokens that the policy drew in all rows of the trajectory
-    routes_BTLk: torch.Tensor | None = None  # int64, experts to replay, -1 for none; None if no sample has any
+    routes_BTLk: torch.Tensor | None = None  # see experts.replay_routes; None if no sample has any
 
     def to(self, device: str) -> "Tensors":
         """Return these tensors on `device`."""
@@ -261,10 +261,11 @@ def _routes(samples: Sequence[Trajectory], width: int) -> torch.Tensor | None:
     recorded = [s.routes for s in samples if s.routes is not None]
     if not recorded:
         return None
-    routes_BTLk = torch.full((len(samples), width, *recorded[0].shape[1:]), -1, dtype=torch.int64)
+    kind = np.float32 if recorded[0].dtype == np.float32 else np.int64
+    routes_BTLk = torch.from_numpy(np.full((len(samples), width, *recorded[0].shape[1:]), -1, kind))
     for row, s in enumerate(samples):
         if s.routes is not None:
-            routes_BTLk[row, : len(s.routes)] = torch.from_numpy(s.routes.astype(np.int64))
+            routes_BTLk[row, : len(s.routes)] = torch.from_numpy(s.routes.astype(kind))
     return routes_BTLk
 
 

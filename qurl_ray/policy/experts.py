@@ -112,7 +112,12 @@ class Router(ExactLinear):
 
 
 def choose(
-    logits_NE: torch.Tensor, active: int, *, normalizes: bool, replayed_Nk: torch.Tensor | None = None
+    logits_NE: torch.Tensor,
+    active: int,
+    *,
+    normalizes: bool,
+    replayed_Nk: torch.Tensor | None = None,
+    replayed_weights_Nk: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (weights, experts, own experts): float32, int64 and int64 [N, k], the largest weight first.
 
@@ -120,6 +125,7 @@ def choose(
         logits_NE: a Router's, float32.
         normalizes: the weights of a token's experts add up to 1.
         replayed_Nk: experts to take in place of the router's own; its own are taken for tokens with -1.
+        replayed_weights_Nk: weights of these experts to take in place of the router's.
     """
     probs_NE = logits_NE.softmax(dim=-1)
     # Not topk, which promises no order among equal ones.
@@ -128,6 +134,8 @@ def choose(
     weights_Nk = probs_NE.gather(1, experts_Nk)
     if normalizes:
         weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
+    if replayed_Nk is not None and replayed_weights_Nk is not None:
+        weights_Nk = torch.where(replayed_Nk < 0, weights_Nk, replayed_weights_Nk)
     return weights_Nk, experts_Nk, own_Nk
 
 
@@ -193,9 +201,10 @@ class MixtureMlp(nn.Module):
         self.gate = Router(hidden, mixture.experts, bias=False, **kind | {"dtype": torch.float32})
         self.experts = nn.ModuleList(Expert(hidden, mixture.width, activation, **kind) for _ in range(mixture.experts))
         self.replayed_Nk: torch.Tensor | None = None
-        """Experts to take in the next pass; see Router."""
-        self.taken_Nk: torch.Tensor | None = None
-        """Experts that the last pass took."""
+        self.replayed_weights_Nk: torch.Tensor | None = None
+        """Experts to take in the next pass, and their weights; see `choose`."""
+        self.taken: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Experts that the last pass took, and their weights, [N, k]."""
         self.compute: Compute | None = None
         """Products of the experts; each multiplies by itself if absent."""
         self.watch: Callable[..., torch.Tensor] | None = None
@@ -212,9 +221,13 @@ class MixtureMlp(nn.Module):
         x_Nd = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits_NE = self.gate(x_Nd)
         weights_Nk, experts_Nk, own_Nk = choose(
-            logits_NE, self._active, normalizes=self._normalizes, replayed_Nk=self.replayed_Nk
+            logits_NE,
+            self._active,
+            normalizes=self._normalizes,
+            replayed_Nk=self.replayed_Nk,
+            replayed_weights_Nk=self.replayed_weights_Nk,
         )
-        self.taken_Nk = experts_Nk
+        self.taken = experts_Nk, weights_Nk.detach()
         if self.watch and self.counted_N is not None and torch.is_grad_enabled():
             weights_Nk = self.watch(logits_NE, experts_Nk, weights_Nk, self.counted_N)
         if self.replayed_Nk is not None:
@@ -256,10 +269,15 @@ def replay_routes(model: nn.Module, routes_NLk: torch.Tensor | None, counted_N: 
 
     Args:
         routes_NLk: int64 [tokens, layers with experts, k], -1 for the model's own; None for its own everywhere.
+            float32 [tokens, layers with experts, 2 k] if the weights of the experts follow them.
         counted_N: see MixtureMlp.
     """
     for layer, mixture in enumerate(mixtures(model)):
         mixture.replayed_Nk = None if routes_NLk is None else routes_NLk[:, layer]
+        mixture.replayed_weights_Nk = None
+        if mixture.replayed_Nk is not None and mixture.replayed_Nk.is_floating_point():
+            experts_Nk, mixture.replayed_weights_Nk = mixture.replayed_Nk.chunk(2, dim=-1)
+            mixture.replayed_Nk = experts_Nk.long()
         mixture.counted_N = counted_N
 
 

@@ -110,8 +110,7 @@ def answer_states(
     Args:
         share_prompts: compute equal prompts once (policy.sharing). This needs a CPU, attention.NAME as the model's
             attention, and `lengths_B` None. The result is the same.
-        routes_BTLk: int64, experts to take in each layer that has some (experts.replay_routes), -1 for the model's own;
-            None for its own everywhere.
+        routes_BTLk: experts to take in each layer that has some (experts.replay_routes); None for the model's own.
     """
     row = None
     if lengths_B is not None:

@@ -1,5 +1,6 @@
 """Mixtures of experts in learner and engine: the same bits, syncs by expert, and no expert that is lost on the way."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -221,6 +222,38 @@ def test_replayed_routes_are_those_of_the_engine_in_every_layout(mixture_spec, m
     differing = policy_metrics(result.sums)["mismatch/routes_differing"]
     assert 0 < differing < 0.5
     assert result.grad_norm > 0
+
+
+@pytest.mark.equal_bits
+def test_replayed_weights_bring_the_learner_nearer_and_leave_routers_alone(mixture_spec, mixture, tokenizer):
+    """Codes of experts differ from the learner's weights, so that later layers' routers see other states."""
+    found = {}
+    for route_weights in (False, True):
+        engine = TorchEngine(mixture_spec, slots=8, routes=True, route_weights=route_weights)
+        load_into(engine, mixture.named_parameters(), taken("int4"), quantized=units(mixture, KEEP))
+        requests = requests_for(tokenizer, count=8, samples=3)
+        completions = engine.generate(requests, version=1)
+        samples = [
+            replace(sample, routes=completion.routes)
+            for sample, completion in zip(trajectories(requests, completions, seed=1), completions, strict=True)
+        ]
+        routes = completions[0].routes
+        assert routes.shape[1:] == (2, 4 if route_weights else 2)
+        if route_weights:
+            assert routes.dtype == np.float32
+            np.testing.assert_allclose(routes[..., 2:].sum(-1), 1, rtol=1e-6)
+            assert set(routes[..., :2].flatten()) <= set(range(8))
+        learner = learner_of(mixture, None, lr=1e-9)
+        (mini_batch,) = plan([[s] for s in samples], updates=1, ranks=1, token_budget=200, seed=1)[0]
+        restored = pickle.loads(pickle.dumps(mini_batch))
+        result = learner.learn([restored])
+        passes = [learner._make_pass(micro_batch) for micro_batch in restored.micro_batches]
+        learner._accumulate(passes, restored.denominators, 1.0, None)
+        gates = [parameter.grad for name, parameter in mixture.named_parameters() if name.endswith("mlp.gate.weight")]
+        assert all((grad is None or not grad.any()) == route_weights for grad in gates)
+        mixture.zero_grad()
+        found[route_weights] = policy_metrics(result.sums)["mismatch/kl"]
+    assert found[True] < found[False]
 
 
 def test_the_engines_routes_are_its_routers_choice(mixture_spec, mixture, tokenizer):

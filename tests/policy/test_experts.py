@@ -269,6 +269,7 @@ def test_the_torch_engine_has_all_mixtures():
     [
         (["model.experts=1"], "experts=1 is a dense policy"),
         (["model.experts=4", "model.active_experts=5"], "active_experts=5 is more than experts=4"),
+        (["model.experts=4", "rollout.router_replay_weights=true"], "needs router_replay=rollout or always"),
         (["model.experts=4", "learner.expert_parallel=true", "learner.backend=deepspeed"], "needs that backend"),
     ],
 )

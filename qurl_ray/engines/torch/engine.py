@@ -58,6 +58,7 @@ class TorchEngine:
         capture: makes the object that captures decode steps, for one set of weights and one cache (rollout.graphs).
         compile: torch.compile or a function like it, for the operations between the products (engines.torch.decoder).
         routes: note the experts of each token (AnswerTokens.routes).
+        route_weights: note their weights, too.
 
     Raises:
         EngineError: decode steps of this model cannot be captured or compiled as requested.
@@ -76,6 +77,7 @@ class TorchEngine:
         capture: Callable[[], Capture] | None = None,
         compile: Callable[..., Callable[..., torch.Tensor]] | None = None,
         routes: bool = False,
+        route_weights: bool = False,
     ) -> None:
         self.version: int | None = None
         with torch.device(device):
@@ -84,7 +86,7 @@ class TorchEngine:
             add_adapters(self._model, spec.adapters)
             self._model.requires_grad_(False)
         self._device = self._model.device
-        self._mixtures = mixtures(self._model) if routes else []
+        self._mixtures, self._route_weights = mixtures(self._model) if routes else [], route_weights
         self._context = context_length(spec)
         self._slots = slots
         self._emulate = kernel == "emulation"
@@ -372,12 +374,17 @@ class TorchEngine:
         self._retire(cache, batch)
 
     def _routes(self, rows: int, width: int) -> np.ndarray | None:
-        """Return the experts of the last pass [rows, width, layers with experts, k]; None if they are not noted."""
+        """Return the experts of the last pass, as AnswerTokens.routes has them, [rows, width, layers with experts, k or
+        2 k]; None if they are not noted."""
         if not self._mixtures:
             return None
-        taken_NLk = torch.stack([mixture.taken_Nk for mixture in self._mixtures if mixture.taken_Nk is not None], dim=1)
-        small = np.uint8 if len(self._mixtures[0].experts) <= 256 else np.uint16
-        return taken_NLk.unflatten(0, (rows, width)).cpu().numpy().astype(small)
+        taken = [mixture.taken for mixture in self._mixtures if mixture.taken is not None]
+        routes_NLx = torch.stack([experts_Nk for experts_Nk, _ in taken], dim=1)
+        if self._route_weights:
+            weights_NLk = torch.stack([weights_Nk for _, weights_Nk in taken], dim=1)
+            routes_NLx = torch.cat([routes_NLx.float(), weights_NLk], dim=-1)
+        kind = np.float32 if self._route_weights else np.uint8 if len(self._mixtures[0].experts) <= 256 else np.uint16
+        return routes_NLx.unflatten(0, (rows, width)).cpu().numpy().astype(kind)
 
     def _arange(self, count: int) -> torch.Tensor:
         return torch.arange(count, device=self._device)
