@@ -1,12 +1,14 @@
 """A mixture of experts on the quickstart's sums, with and without router replay: python benchmarks/experts.py (hours).
 
-Eight experts in each layer, two for each token. A decode, and two sets of runs that are kept, so that a second call
-makes only missing ones:
+Eight experts in each layer, two for each token. A decode, two sets of runs that are kept, so that a second call
+makes only missing ones, and costs:
 
     decode    a random shape of 1.0 B parameters, 0.26 B of them active: INT8 over float32, 1 to 8 rows
     mismatch  INT8 rollouts without and with replay, and INT8 in a unified flow, at a rate that moves nothing: KL(b‖p),
               effective sample size and share of routes that differ
-    learning  the same at the quickstart's rate: what is solved after the run
+    learning  the first three at the quickstart's rate: what is solved after the run
+    costs     seconds of a step of the learner with replayed routes over those without, in pairs; bytes and seconds of a
+              sync of the random shape in which some of the experts changed
 
 The figures go to benchmarks/results/experts.json after every one of them.
 """
@@ -14,6 +16,7 @@ The figures go to benchmarks/results/experts.json after every one of them.
 import math
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,16 +27,21 @@ from cells import Arm, Cell, cell, mean_of_numbers
 from shared import RESULTS, ROOT, Figures
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.engines.torch.engine import TorchEngine
+from qurl_ray.learner.batching import plan
+from qurl_ray.learner.learner import make_learner
 from qurl_ray.policy.attention import NAME
-from qurl_ray.policy.experts import with_experts
-from qurl_ray.policy.load import with_row_rules
+from qurl_ray.policy.experts import mixtures, with_experts
+from qurl_ray.policy.load import load_model, with_row_rules
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.tiny import make_tokenizer
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.units import units
-from qurl_ray.types import PolicySpec, Request, SamplingParams
-from qurl_ray.weights.local import load_into
+from qurl_ray.rl.objective import ObjectiveSettings
+from qurl_ray.types import PolicySpec, Request, SamplingParams, Trajectory
+from qurl_ray.weights.local import load_into, send_into
+from qurl_ray.weights.stream import Publisher
 
 SUMS = "qurl_ray/configs/quickstart.yaml"
 MIXTURE = ("model.experts=8", "model.intermediate_size=128")
@@ -42,6 +50,11 @@ ARMS = (
     Arm(name="INT8", settings=(), color="#0072B2"),
     Arm(name="INT8, replay", settings=("rollout.router_replay=rollout",), color="#009E73"),
     Arm(name="INT8 unified", settings=UNIFIED, color="#D55E00"),
+)
+WITH_WEIGHTS = Arm(
+    name="INT8, replay with weights",
+    settings=("rollout.router_replay=rollout", "rollout.router_replay_weights=true"),
+    color="#CC79A7",
 )
 MISMATCH = ("mismatch/kl", "mismatch/ess", "mismatch/routes_differing")
 
@@ -74,8 +87,6 @@ def random_mixture(folder: Path) -> PolicySpec:
 
 def decode_rates(folder: Path, rows: tuple[int, ...] = (1, 2, 4, 8), rounds: int = 5) -> dict[str, list[float]]:
     """Tokens per second of INT8 over those of float32, by rows; one ratio for each pair of measurements."""
-    from qurl_ray.policy.load import load_model
-
     spec = random_mixture(folder) if not folder.is_dir() else PolicySpec(source=str(folder))
     model, engines = load_model(spec), {}
     for name in ("none", "int8"):
@@ -104,6 +115,59 @@ def decode_rates(folder: Path, rows: tuple[int, ...] = (1, 2, 4, 8), rounds: int
     return ratios
 
 
+def replay_cost(folder: Path, pairs: int = 9) -> list[float]:
+    """Seconds of a learner's step with replayed routes over those without, of the random shape; a ratio per pair."""
+    spec = random_mixture(folder) if not folder.is_dir() else PolicySpec(source=str(folder))
+    learner = make_learner(
+        load_model(spec),
+        LearnerConfig(lr=1e-9, backend="torch"),
+        ObjectiveSettings(clip_low=0.2, clip_high=0.28),
+        temperature=1.0,
+        total_updates=100,
+    )
+    rng = np.random.default_rng(0)
+    samples = []
+    for index in range(8):
+        ids = rng.integers(3, 18, size=64).astype(np.int32)
+        routes = np.stack([rng.permutation(32)[:8] for _ in range(63 * 12)]).reshape(63, 12, 8).astype(np.uint8)
+        answer = {"token_ids": ids[16:], "logprobs": np.full(48, -2.0, np.float32), "versions": np.zeros(48, np.int32)}
+        samples.append(
+            Trajectory(uid=str(index), prompt_ids=ids[:16], reward=1.0, advantage=1.0, routes=routes, **answer)
+        )
+
+    def seconds(replayed: bool) -> float:
+        chosen = [[sample if replayed else replace(sample, routes=None)] for sample in samples]
+        share = plan(chosen, updates=1, ranks=1, token_budget=1024, seed=0)[0]
+        started = time.perf_counter()
+        learner.learn(share)
+        return time.perf_counter() - started
+
+    seconds(True)
+    return [seconds(True) / seconds(False) for _ in range(pairs)]
+
+
+def delta_costs(folder: Path) -> dict[str, dict[str, float]]:
+    """Bytes and seconds of an INT8 sync to the torch engine, by the share of experts that changed."""
+    spec = random_mixture(folder) if not folder.is_dir() else PolicySpec(source=str(folder))
+    model, engine = load_model(spec), TorchEngine(spec, slots=1)
+    publisher, fmt = Publisher(units(model, [r"lm_head\."])), get_format("int8", engine.weight_max_code("int8"))
+    experts = [mixture.experts for mixture in mixtures(model)]
+    send_into(publisher, engine, model.named_parameters(), fmt, version=1)
+    costs: dict[str, dict[str, float]] = {}
+    for version, share in enumerate((0.0, 0.1, 0.25, 0.5, 1.0), start=2):
+        with torch.no_grad():
+            for of_layer in experts:
+                for expert in list(of_layer)[: round(share * len(of_layer))]:
+                    expert.up_proj.weight.view(-1)[::100].neg_()  # one code of a hundred
+        started = time.perf_counter()
+        manifest = send_into(
+            publisher, engine, model.named_parameters(), fmt, version=version, base_version=version - 1
+        )
+        seconds = time.perf_counter() - started
+        costs[f"{share:.0%}"] = {"bytes": sum(r.bytes for r in manifest.tensors), "seconds": round(seconds, 2)}
+    return costs
+
+
 def mismatch_of(run: Cell) -> dict[str, float]:
     """Means over the steps of a run, of those metrics that it has."""
     means = {key.split("/")[1]: mean_of_numbers(run.series(key)) for key in MISMATCH}
@@ -115,6 +179,7 @@ def main(
     learned: Annotated[int, typer.Option(help="Seeds of each arm of the part learning.")] = 3,
     steps: Annotated[int, typer.Option(help="Steps of the part learning.")] = 120,
     decode: Annotated[bool, typer.Option(help="Make the part decode.")] = True,
+    costs: Annotated[bool, typer.Option(help="Make the part costs.")] = True,
     runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "experts",
     out: Annotated[Path, typer.Option(help="The JSON file.")] = RESULTS / "experts.json",
 ) -> None:
@@ -124,7 +189,7 @@ def main(
     keep = figures.keep
     still = ("steps=3", "learner.lr=1e-9", "evaluation.problems=1")
     for seed in range(seeds):
-        for arm in ARMS:
+        for arm in (*ARMS, WITH_WEIGHTS):
             common = (*MIXTURE, f"model.seed={seed}", *still)
             run = cell("mismatch", SUMS, common, arm, seed, runs, quiet=True)
             assert run
@@ -137,6 +202,13 @@ def main(
             solved = run.summary["accuracy_after_quantized"]
             figures.add(f"solved after {steps} steps, {arm.name}", solved, seed)
             figures.add(f"mismatch while learning, {arm.name}", mismatch_of(run), seed)
+    if costs:
+        runs.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        pairs = replay_cost(runs / "random")
+        keep("step with replay over one without, pairs", pairs)
+        keep("step with replay over one without, median", statistics.median(pairs))
+        keep("sync by share of experts that changed", delta_costs(runs / "random"))
     if decode:  # at last: its memory is not given back
         torch.manual_seed(0)
         runs.mkdir(parents=True, exist_ok=True)

@@ -218,7 +218,11 @@ class MixtureMlp(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if hidden_states.is_meta:
             return hidden_states  # without data there are no routes
-        x_Nd = hidden_states.reshape(-1, hidden_states.shape[-1])
+        compute = self.compute or partial(each_by_itself, experts=list(self.experts))
+        return self.mix(hidden_states.reshape(-1, hidden_states.shape[-1]), compute).view(hidden_states.shape)
+
+    def mix(self, x_Nd: torch.Tensor, compute: Compute) -> torch.Tensor:
+        """Return the result [N, d] for states [N, d], with these products of the experts."""
         logits_NE = self.gate(x_Nd)
         weights_Nk, experts_Nk, own_Nk = choose(
             logits_NE,
@@ -235,8 +239,7 @@ class MixtureMlp(nn.Module):
             other_N = (experts_Nk.sort(dim=-1).values != own_Nk.sort(dim=-1).values).any(dim=-1)
             self.differing += int((other_N & real_N).sum())
             self.compared += int(real_N.sum())
-        compute = self.compute or partial(each_by_itself, experts=list(self.experts))
-        return mixed(x_Nd, weights_Nk, experts_Nk, len(self.experts), compute).view(hidden_states.shape)
+        return mixed(x_Nd, weights_Nk, experts_Nk, len(self.experts), compute)
 
 
 def with_experts(model: PreTrainedModel) -> PreTrainedModel:

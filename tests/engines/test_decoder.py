@@ -14,12 +14,14 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -101,6 +103,16 @@ KNOWN: dict[str, tuple[type[PreTrainedConfig], dict]] = {
     f"{kind.model_type}, {name}": (kind, {"num_attention_heads": heads, "num_key_value_heads": shared, "head_dim": 16})
     for name, (heads, shared) in HEADS.items()
     for kind in (LlamaConfig, Qwen2Config, Qwen3Config)
+}
+
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+MIXTURES: dict[str, tuple[type[PreTrainedConfig], dict]] = {
+    "qwen3_moe": (Qwen3MoeConfig, EXPERTS | {"num_experts": 5, "moe_intermediate_size": 48}),
+    "qwen3_moe, some layers dense": (
+        Qwen3MoeConfig,
+        EXPERTS | {"num_experts": 5, "moe_intermediate_size": 48, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
+    "mixtral": (MixtralConfig, EXPERTS | {"num_local_experts": 4, "sliding_window": None}),
 }
 
 OTHERS: dict[str, tuple[type[PreTrainedConfig], dict]] = {
@@ -237,9 +249,9 @@ def assert_logprobs_of(model: PreTrainedModel, requests: list[Request], completi
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [*KNOWN, *MIXTURES])
 def test_every_forward_of_a_known_model_is_that_of_transformers_to_the_bit(name, tmp_path, monkeypatch):
-    policy = policy_of(*KNOWN[name], tmp_path)
+    policy = policy_of(*(KNOWN | MIXTURES)[name], tmp_path)
     assert knows(policy.model)
     requests = random_requests(7)
     for format_name in ("none", "int8", "fp8", "fp8_block"):

@@ -21,19 +21,21 @@ from qurl_ray.engines.torch.weights import RowsOf
 from qurl_ray.numerics.activations import silu
 from qurl_ray.numerics.products import bound
 from qurl_ray.policy.attention import attend_last, invariant_attention
+from qurl_ray.policy.experts import MixtureMlp, each_by_itself
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.quant.linear import QuantizedLinear
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
 _KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_KNOWN |= {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}
 
 
 def knows(model: PreTrainedModel) -> bool:
     """Return True if this module computes the model's forward pass; other models run through transformers."""
     config = model.config
     plain = getattr(config, "hidden_act", None) == "silu" and not getattr(config, "use_sliding_window", False)
-    sliding = type(model).__name__ == "MistralForCausalLM" and config.sliding_window
+    sliding = config.model_type in ("mistral", "mixtral") and config.sliding_window
     return type(model).__name__ in _KNOWN and plain and not sliding
 
 
@@ -113,8 +115,7 @@ class _Layer:
     k_norm: _Norm | None
     out: Apply
     mlp_norm: _Norm
-    gate_up: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    down: Apply
+    mlp: Apply
 
 
 class Decoder:
@@ -149,11 +150,19 @@ class Decoder:
                 k_norm=_norm(layer.self_attn.k_norm, ops) if hasattr(layer.self_attn, "k_norm") else None,
                 out=self._adapted(as_function(layer.self_attn.o_proj), layer.self_attn.o_proj),
                 mlp_norm=_norm(layer.post_attention_layernorm, ops),
-                gate_up=self._adapted_pair(layer.mlp.gate_proj, layer.mlp.up_proj),
-                down=self._adapted(as_function(layer.mlp.down_proj), layer.mlp.down_proj),
+                mlp=self._mixture(layer.mlp) if isinstance(layer.mlp, MixtureMlp) else self._mlp(layer.mlp),
             )
             for layer in base.layers
         ]
+
+    def _mlp(self, mlp: Any) -> Apply:
+        gate_up = self._adapted_pair(mlp.gate_proj, mlp.up_proj)
+        down = self._adapted(as_function(mlp.down_proj), mlp.down_proj)
+        return lambda x: down(self._gated(*gate_up(x)))
+
+    def _mixture(self, mlp: MixtureMlp) -> Apply:
+        compute = partial(each_by_itself, experts=[self._mlp(expert) for expert in mlp.experts])
+        return lambda x: mlp.mix(x.flatten(0, 1), compute).view(x.shape)
 
     def _adapted(self, apply: Apply, *modules: Any) -> Apply:
         """Return a function that also adds the adapters of these modules, whose results are side by side."""
@@ -185,8 +194,7 @@ class Decoder:
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
         for index, layer in enumerate(self._layers):
             x.add_(self._attention(index, layer, layer.attention_norm(x), cos, sin, positions_BT, cache))
-            gate, up = layer.gate_up(layer.mlp_norm(x))
-            x.add_(layer.down(self._gated(gate, up)))
+            x.add_(layer.mlp(layer.mlp_norm(x)))
         return self._norm(x)
 
     def _attention(

@@ -143,6 +143,8 @@ class TorchEngine:
         """
         if self._decoder is None or self._capture:
             raise EngineError("adapters by name need a model that the engine's decoder knows, and no captured steps")
+        if experts := [name for name in saved.parameters if ".experts." in name]:
+            raise EngineError(f"{experts[0]}: adapters by name are not for experts, whose rows come from many requests")
         check_shapes(self._model, saved)
         parameters = dict(equalized(saved.parameters.items(), factors))
         self._adapters.put(name, Adapter.saved(parameters, saved.adapters.scaling, self._device))

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from qurl_ray.engines.torch.decoder import Decoder, knows
 from qurl_ray.engines.torch.slots import SlotCache
 from qurl_ray.errors import EngineError
+from qurl_ray.policy.experts import mixtures
 
 FEWEST_KEYS = 64
 FEWEST_ROWS = 8
@@ -103,6 +104,11 @@ def why_not(model: PreTrainedModel, *, captured: bool, compiled: bool) -> str | 
         return (
             "rollout.cuda_graphs and rollout.compile need the forward of engines/torch/decoder.py, which is not that "
             f"of {type(model).__name__} as configured here: turn them off"
+        )
+    if captured and mixtures(model):
+        return (
+            f"rollout.cuda_graphs: rows of {type(model).__name__} are given to its experts on the host, which a graph "
+            "cannot do: turn it off, or use rollout.engine=vllm"
         )
     kind = (model.config.rope_parameters or {}).get("rope_type", "default")
     if captured and ("dynamic" in kind or kind == "longrope"):
