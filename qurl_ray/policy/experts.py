@@ -50,6 +50,17 @@ _KINDS = {
 }
 
 
+_MISSING = {
+    "deepseek_v3": "shared experts, latent attention and routing by groups",
+    "glm4_moe": "shared experts and routing by sigmoids",
+    "gpt_oss": "sinks in attention, and clamped experts with biases",
+    "qwen2_moe": "shared experts",
+    "qwen3_5_moe_text": "recurrent layers, for whose state caches and packed rows have no place, and shared experts",
+    "qwen3_next": "recurrent layers, for whose state caches and packed rows have no place, and shared experts",
+}
+"""Parts of other architectures that are not here, by model_type."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
     """Sizes of a mixture of experts."""
@@ -75,9 +86,10 @@ def mixture_of(config: PreTrainedConfig) -> Mixture | None:
         return None
     kind = _KINDS.get(config.model_type)
     if kind is None:
-        known = ", ".join(_KINDS)
+        known, missing = ", ".join(_KINDS), _MISSING.get(config.model_type)
         raise ConfigError(
             f"model_type={config.model_type} is a mixture of experts that is not known here ({known} are)"
+            + (f"; it has {missing}" if missing else "")
         )
     if jitter := getattr(config, "router_jitter_noise", 0):
         raise ConfigError(f"router_jitter_noise={jitter} is not supported: engine and learner would differ")

@@ -34,11 +34,11 @@ def trainable(config: PreTrainedConfig, spec: PolicySpec) -> PreTrainedConfig:
     # Options of a transformers config differ by architecture, hence getattr.
     if any(getattr(config, part, None) for part in ("vision_config", "audio_config")):
         raise ConfigError(f"{spec.source} is a multimodal model, which is not supported: use a text-only model")
-    _check_sizes(config, spec.source)
     try:
         mixture_of(config)
     except ConfigError as error:
         raise ConfigError(f"{spec.source}: {error}") from None
+    _check_sizes(config, spec.source)
     if getattr(config, "quantization_config", None) and not spec.quantized:
         raise ConfigError(
             f"{spec.source} is quantized already, which cannot be trained: use the checkpoint in full precision"

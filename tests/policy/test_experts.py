@@ -212,7 +212,11 @@ def test_a_changed_expert_is_another_model(folders, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
-        ({"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8}, "not known here"),
+        (
+            {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 8},
+            "not known here .*; it has shared experts",
+        ),
+        ({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": 8}, "it has sinks in"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok=9, and there are 6 experts"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok=0"),
     ],
