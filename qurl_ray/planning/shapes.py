@@ -199,6 +199,9 @@ def _from_folder(folder: Path) -> Shape:
         return value
 
     heads, hidden = count("num_attention_heads"), count("hidden_size")
+    width = count("moe_intermediate_size" if counted and "moe_intermediate_size" in config else "intermediate_size")
+    # An expert for all tokens counts as those of its width: they are always active.
+    always = round((config.get("shared_expert_intermediate_size") or 0) / width) if counted else 0
     return Shape(
         name=folder.resolve().name,
         hidden=hidden,
@@ -206,12 +209,10 @@ def _from_folder(folder: Path) -> Shape:
         heads=heads,
         kv_heads=count("num_key_value_heads", heads),
         head_dim=count("head_dim", max(1, hidden // heads)),
-        intermediate=count(
-            "moe_intermediate_size" if counted and "moe_intermediate_size" in config else "intermediate_size"
-        ),
+        intermediate=width,
         vocab=count("vocab_size"),
         # Files of Gemma need not say that the head is tied, and those of Llama and Qwen that it is not.
         tied=bool(config.get("tie_word_embeddings", str(config.get("model_type", "")).startswith("gemma"))),
-        experts=count(counted) if counted else 1,
-        active=count("num_experts_per_tok") if counted else 1,
+        experts=count(counted) + always if counted else 1,
+        active=count("num_experts_per_tok") + always if counted else 1,
     )

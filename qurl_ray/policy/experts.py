@@ -2,6 +2,7 @@
 
     p = softmax(router(x))        e_1 … e_k = the k largest of p, the lower index first where two are equal
     y = Σ_j w_j · expert_{e_j}(x)    w = p at e_1 … e_k, divided by their sum in most architectures
+      + sigmoid(gate(x)) · shared_expert(x)    where there is an expert for all tokens
 
 transformers holds all experts of a layer in two three-dimensional parameters, and multiplies with them in ways whose
 bits depend on the batch. Here each expert is three linears of its own, under the names of the hub's checkpoints. So
@@ -34,12 +35,21 @@ class _Kind:
     width: str
     normalizes: str | bool
     """Setting that says if the weights of a token's experts add up to 1, or that they always do."""
+    shared: str = ""
+    """Setting with the width of the expert for all tokens; "" if there is none."""
     stored: Mapping[str, str]
     """Parts of the names in a module tree, and in the hub's checkpoints, where they differ."""
 
 
 _KINDS = {
     "qwen3_moe": _Kind(experts="num_experts", width="moe_intermediate_size", normalizes="norm_topk_prob", stored={}),
+    "qwen2_moe": _Kind(
+        experts="num_experts",
+        width="moe_intermediate_size",
+        normalizes="norm_topk_prob",
+        shared="shared_expert_intermediate_size",
+        stored={},
+    ),
     "olmoe": _Kind(experts="num_experts", width="intermediate_size", normalizes="norm_topk_prob", stored={}),
     "mixtral": _Kind(
         experts="num_local_experts",
@@ -54,7 +64,6 @@ _MISSING = {
     "deepseek_v3": "shared experts, latent attention and routing by groups",
     "glm4_moe": "shared experts and routing by sigmoids",
     "gpt_oss": "sinks in attention, and clamped experts with biases",
-    "qwen2_moe": "shared experts",
     "qwen3_5_moe_text": "recurrent layers, for whose state caches and packed rows have no place, and shared experts",
     "qwen3_next": "recurrent layers, for whose state caches and packed rows have no place, and shared experts",
 }
@@ -73,6 +82,8 @@ class Mixture:
     """Width of an expert's hidden layer."""
     normalizes: bool
     """The weights of a token's experts add up to 1."""
+    shared: int = 0
+    """Width of the hidden layer of the expert for all tokens; 0 if there is none."""
 
 
 def mixture_of(config: PreTrainedConfig) -> Mixture | None:
@@ -99,6 +110,7 @@ def mixture_of(config: PreTrainedConfig) -> Mixture | None:
         active=config.num_experts_per_tok,
         width=getattr(config, kind.width),
         normalizes=normalizes,
+        shared=getattr(config, kind.shared) if kind.shared else 0,
     )
     if not 1 <= mixture.active <= mixture.experts:
         raise ConfigError(f"num_experts_per_tok={mixture.active}, and there are {mixture.experts} experts")
@@ -217,6 +229,10 @@ class MixtureMlp(nn.Module):
         """Experts to take in the next pass, and their weights; see `choose`."""
         self.taken: tuple[torch.Tensor, torch.Tensor] | None = None
         """Experts that the last pass took, and their weights, [N, k]."""
+        self.shared_expert = self.shared_expert_gate = None
+        if mixture.shared:
+            self.shared_expert = Expert(hidden, mixture.shared, activation, **kind)
+            self.shared_expert_gate = Router(hidden, 1, bias=False, **kind | {"dtype": torch.float32})
         self.compute: Compute | None = None
         """Products of the experts; each multiplies by itself if absent."""
         self.watch: Callable[..., torch.Tensor] | None = None
@@ -231,10 +247,15 @@ class MixtureMlp(nn.Module):
         if hidden_states.is_meta:
             return hidden_states  # without data there are no routes
         compute = self.compute or partial(each_by_itself, experts=list(self.experts))
-        return self.mix(hidden_states.reshape(-1, hidden_states.shape[-1]), compute).view(hidden_states.shape)
+        x_Nd = hidden_states.reshape(-1, hidden_states.shape[-1])
+        y_Nd = self.mix(x_Nd, compute)
+        if self.shared_expert and self.shared_expert_gate:
+            share_N1 = self.shared_expert_gate(x_Nd).sigmoid()
+            y_Nd = y_Nd + share_N1.to(y_Nd.dtype) * self.shared_expert(x_Nd)
+        return y_Nd.view(hidden_states.shape)
 
     def mix(self, x_Nd: torch.Tensor, compute: Compute) -> torch.Tensor:
-        """Return the result [N, d] for states [N, d], with these products of the experts."""
+        """Return the result [N, d] of the router's experts for states [N, d], with these products."""
         logits_NE = self.gate(x_Nd)
         weights_Nk, experts_Nk, own_Nk = choose(
             logits_NE,
@@ -275,7 +296,7 @@ def mixtures(model: nn.Module) -> list[MixtureMlp]:
 
 
 def router_weights(model: nn.Module) -> frozenset[str]:
-    """Return the names of the weights of a model's routers."""
+    """Return the names of the weights of a model's routers, and of the gates of experts for all tokens."""
     return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Router))
 
 

@@ -36,6 +36,7 @@ _FIRST = {"self_attn": {"q_proj", "k_proj", "v_proj", "qkv_proj"}, "mlp": {"gate
 _LATER = {"self_attn": {"q_norm", "k_norm", "o_proj"}, "mlp": {"down_proj"}}
 _GATED = {"gate_proj", "up_proj", "down_proj"}
 _MIXTURE = {"gate", "experts"}
+_SHARED = {"shared_expert", "shared_expert_gate"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,9 @@ def _of_norms(names: Mapping[nn.Module, str], block: nn.Module, kinds: tuple[Rea
         if _is_mixture(reader):
             unknown, inner = set(), list(reader.get_submodule("experts").children())
             exact = [f"{names[reader]}.gate"]
+            if _parts(reader) >= _SHARED:
+                inner.append(reader.get_submodule("shared_expert"))
+                exact.append(f"{names[reader]}.shared_expert_gate")
         first = [child for module in inner for part, child in module.named_children() if part in _FIRST[kind]]
         readers = tuple(_unit(names[child], child) for child in first if isinstance(child, nn.Linear))
         if unknown or not readers or len(readers) < len(first):
@@ -148,10 +152,15 @@ def _of_gated_mlps(names: Mapping[nn.Module, str], block: nn.Module) -> Iterator
 
 
 def _is_mixture(mlp: nn.Module) -> bool:
-    """Return True for a router of its own kind beside experts that are gated MLPs."""
-    if _parts(mlp) != _MIXTURE or not isinstance(mlp.get_submodule("gate"), ExactLinear):
+    """Return True for a router of its own kind beside experts that are gated MLPs, and maybe one for all tokens."""
+    shared = _parts(mlp) - _MIXTURE
+    if not (_parts(mlp) >= _MIXTURE and shared in (set(), _SHARED)):
         return False
-    return all(_parts(expert) == _GATED for expert in mlp.get_submodule("experts").children())
+    experts, gates = list(mlp.get_submodule("experts").children()), [mlp.get_submodule("gate")]
+    if shared:
+        experts.append(mlp.get_submodule("shared_expert"))
+        gates.append(mlp.get_submodule("shared_expert_gate"))
+    return all(isinstance(gate, ExactLinear) for gate in gates) and all(_parts(e) == _GATED for e in experts)
 
 
 @torch.no_grad()

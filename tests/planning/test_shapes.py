@@ -57,6 +57,11 @@ def test_a_mixture_is_read_from_its_settings(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     found, known = find_shape(str(tmp_path)), SHAPES["Qwen3-30B-A3B"]
     assert (found.params, found.active_params, found.experts) == (known.params, known.active_params, 128)
+    settings |= {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 4 * 768}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    shared = find_shape(str(tmp_path))
+    more = 48 * 3 * 2048 * 4 * 768  # in each layer three matrices, for every token
+    assert (shared.params - found.params, shared.active_params - found.active_params) == (more, more)
 
 
 def test_keys_and_values_of_a_token_by_hand():
