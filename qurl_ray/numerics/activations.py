@@ -60,6 +60,19 @@ _GELU_FUNCTIONS = {
 }
 
 
+_SIGMOID_FUNCTION = _Function(
+    anywhere=torch.sigmoid,
+    into=torch.ops.aten.sigmoid.out,
+    backward=lambda dy, x: torch.ops.aten.sigmoid_backward(dy, torch.sigmoid(x)),
+    shares=shares_of_silu,
+)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return 1 / (1 + exp(-x))."""
+    return _apply(x, _SIGMOID_FUNCTION)
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     """Return x · sigmoid(x)."""
     return _apply(x, _SILU_FUNCTION)

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from qurl_ray.errors import ConfigError
+from qurl_ray.numerics.activations import sigmoid
 from qurl_ray.numerics.products import ExactLinear, Linear, linear
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -250,7 +251,7 @@ class MixtureMlp(nn.Module):
         x_Nd = hidden_states.reshape(-1, hidden_states.shape[-1])
         y_Nd = self.mix(x_Nd, compute)
         if self.shared_expert and self.shared_expert_gate:
-            share_N1 = self.shared_expert_gate(x_Nd).sigmoid()
+            share_N1 = sigmoid(self.shared_expert_gate(x_Nd))
             y_Nd = y_Nd + share_N1.to(y_Nd.dtype) * self.shared_expert(x_Nd)
         return y_Nd.view(hidden_states.shape)
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from qurl_ray.cache import read_only
 from qurl_ray.errors import StaleWeights
 from qurl_ray.numerics import products
-from qurl_ray.numerics.activations import GELU, SiLU, gelu, shares_of_gelu, shares_of_silu, silu, whole_rows
+from qurl_ray.numerics.activations import GELU, SiLU, gelu, shares_of_gelu, shares_of_silu, sigmoid, silu, whole_rows
 from qurl_ray.numerics.products import Linear, bound, linear, queries_to_add
 from qurl_ray.numerics.rules import Rule
 from qurl_ray.numerics.selfcheck import linear_rule, onednn_packed, onednn_product
@@ -196,6 +196,7 @@ def test_a_rule_is_measured_once_and_then_read_from_the_cache(tmp_path, monkeypa
 
 FUNCTIONS = {
     "silu": (silu, SiLU(), functional.silu),
+    "sigmoid": (sigmoid, sigmoid, torch.sigmoid),
     "gelu": (gelu, GELU("none"), functional.gelu),
     "gelu_tanh": (lambda x: gelu(x, "tanh"), GELU("tanh"), lambda x: functional.gelu(x, approximate="tanh")),
 }
@@ -215,7 +216,7 @@ def test_activations_have_torchs_values_and_gradients(name, shape):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("width", [704, 96, 100, 18])
+@pytest.mark.parametrize("width", [704, 96, 100, 18, 1])
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 5, 8, 16])
 def test_an_element_has_the_same_bits_whatever_rows_and_threads_are_beside_it(name, width, threads):
     function = FUNCTIONS[name][0]

@@ -101,8 +101,9 @@ def test_every_expert_and_no_router_becomes_codes(folders, name):
 
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 33])
-def test_a_tokens_bits_do_not_depend_on_the_others(folders, rows):
-    model = load_model(PolicySpec(source=str(folders["qwen3_moe"])))
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+def test_a_tokens_bits_do_not_depend_on_the_others(folders, name, rows):
+    model = load_model(PolicySpec(source=str(folders[name])))
     layer = model.base_model.layers[0].mlp
     x_Nd = torch.randn(64, 64, generator=torch.Generator().manual_seed(rows))
     with torch.no_grad():
