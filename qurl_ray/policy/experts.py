@@ -164,7 +164,7 @@ def choose(
     return weights_Nk, experts_Nk, own_Nk
 
 
-Compute = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+ExpertProducts = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 """Function that takes rows [R, d], sorted by expert, and how many each expert has, and returns the results [R, d]."""
 
 
@@ -183,7 +183,7 @@ def each_by_itself(
 
 
 def mixed(
-    x_Nd: torch.Tensor, weights_Nk: torch.Tensor, experts_Nk: torch.Tensor, experts: int, compute: Compute
+    x_Nd: torch.Tensor, weights_Nk: torch.Tensor, experts_Nk: torch.Tensor, experts: int, compute: ExpertProducts
 ) -> torch.Tensor:
     """Return Σ_j weights[:, j] · y_j, [N, d], where y_j is the result of expert experts_Nk[:, j], of so many."""
     active = experts_Nk.shape[1]
@@ -234,7 +234,7 @@ class MixtureMlp(nn.Module):
         if mixture.shared:
             self.shared_expert = Expert(hidden, mixture.shared, activation, **kind)
             self.shared_expert_gate = Router(hidden, 1, bias=False, **kind | {"dtype": torch.float32})
-        self.compute: Compute | None = None
+        self.compute: ExpertProducts | None = None
         """Products of the experts; each multiplies by itself if absent."""
         self.watch: Callable[..., torch.Tensor] | None = None
         """Function of (logits_NE, experts_Nk, weights_Nk, counted_N) that is called in passes with a gradient, and
@@ -255,7 +255,7 @@ class MixtureMlp(nn.Module):
             y_Nd = y_Nd + share_N1.to(y_Nd.dtype) * self.shared_expert(x_Nd)
         return y_Nd.view(hidden_states.shape)
 
-    def mix(self, x_Nd: torch.Tensor, compute: Compute) -> torch.Tensor:
+    def mix(self, x_Nd: torch.Tensor, compute: ExpertProducts) -> torch.Tensor:
         """Return the result [N, d] of the router's experts for states [N, d], with these products."""
         logits_NE = self.gate(x_Nd)
         weights_Nk, experts_Nk, own_Nk = choose(

@@ -102,6 +102,7 @@ def test_a_busy_server_is_worth_another_try_and_a_refusal_is_not():
 
 # What runs of different versions are compared by: a name that goes, or changes, parts them. New ones may be added.
 STABLE = """
+    mismatch/routes_differing router/idle_experts router/load
     acr_active_tokens clip/dual clip/lower clip/upper clip/upper_negative fleet/deaths fleet/healthy fleet/hedged
     fleet/repeated_requests grad_norm guard/beyond guard/level lr mismatch/dropped mismatch/ess mismatch/kl
     mismatch/max_rho mismatch/rejected mismatch/truncated mismatch/weight_ess policy/entropy policy/kl

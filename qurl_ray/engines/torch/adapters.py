@@ -13,6 +13,9 @@ from torch import nn
 from qurl_ray.errors import EngineError
 from qurl_ray.numerics.products import ADAPTER_FACTORS, bound
 
+_TRIED_ROWS = (*range(1, 18), 31, 64, 65, 128)
+"""Numbers of rows for which products are compared: libraries choose their kernels by them."""
+
 
 class Adapter:
     """One adapter, as functions by the names of their linears.
@@ -63,13 +66,19 @@ class Adapter:
 
     def _lows(self, linears: Sequence[str], x: torch.Tensor) -> Callable[[torch.Tensor], list[torch.Tensor]]:
         """Return a function that computes (α/r) · A x for each of these linears. It is one product where that has the
-        bits of the single ones, as it has for x: a small product takes as long as three."""
+        bits of the single ones, for x and for other numbers of rows, as experts have: a small product takes as long as
+        three."""
         matrices = [self._first[linear] for linear in linears]
         single = [bound(matrix, None) for matrix in matrices]
         scaling = self._scaling
         if len(single) > 1:
             together, ranks = bound(torch.cat(matrices), None), [len(matrix) for matrix in matrices]
-            if all(map(torch.equal, together(x).split(ranks, dim=-1), (product(x) for product in single))):
+            width = x.shape[-1]
+            tried = [x, *(torch.arange(rows * width).sin().view(rows, width).to(x) for rows in _TRIED_ROWS)]
+            if all(
+                all(map(torch.equal, together(rows).split(ranks, dim=-1), (product(rows) for product in single)))
+                for rows in tried
+            ):
                 return lambda x: [part.contiguous() for part in together(x).mul_(scaling).split(ranks, dim=-1)]
         return lambda x: [product(x).mul_(scaling) for product in single]
 

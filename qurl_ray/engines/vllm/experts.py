@@ -31,16 +31,21 @@ from qurl_ray.policy.experts import choose, each_by_itself, mixed
 _PARTS = {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1), "down_proj": ("down_proj", None)}
 """Linear of vLLM that holds each linear of an expert, and its place there."""
 PACKED = {linear: [part for part, (held, _) in _PARTS.items() if held == linear] for linear, _ in _PARTS.values()}
+NAME = "qurl"
+"""Name of this package's quantization in vLLM."""
 MIXTRAL = ".block_sparse_moe."
 """Path of mixtures in vLLM's Mixtral, where the learner has .mlp."""
 
 
 class QuantizedGate(GateLinear):
-    """A router that asks the plugin for its method. vLLM's OLMoE and Mixtral ask for none, and pack it on a CPU, after
-    which it can be neither replaced nor read back."""
+    """A router that asks this package's quantization for its method. vLLM's OLMoE and Mixtral ask for none, and pack it
+    on a CPU, after which it can be neither replaced nor read back. With another quantization it is vLLM's own."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings | {"quant_config": get_current_vllm_config().quant_config})
+        quantization = get_current_vllm_config().quant_config
+        if quantization and quantization.get_name() == NAME:
+            settings["quant_config"] = quantization
+        super().__init__(*args, **settings)
 
 
 olmoe.GateLinear = mixtral.GateLinear = QuantizedGate

@@ -47,7 +47,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from qurl_ray.engines.vllm.experts import MIXTRAL, PACKED, QurlExpertsMethod
+from qurl_ray.engines.vllm.experts import MIXTRAL, NAME, PACKED, QurlExpertsMethod
 from qurl_ray.engines.vllm.kernels import ExpertCodes, FixedCodes
 from qurl_ray.engines.vllm.shards import TensorShard, cut, fuse
 from qurl_ray.errors import QuantizationError
@@ -58,8 +58,6 @@ from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.linear import weight_max_code as largest_code
 from qurl_ray.quant.quantize import QTensor, concatenate, quantize
 from qurl_ray.types import Adapters
-
-NAME = "qurl"
 
 
 def register() -> None:
