@@ -60,7 +60,9 @@ MISMATCH = ("mismatch/kl", "mismatch/ess", "mismatch/routes_differing")
 
 
 def random_mixture(folder: Path) -> PolicySpec:
-    """A policy of 1.0 B parameters with random weights, 0.26 B of which compute each token."""
+    """A policy of 1.0 B parameters with random weights, 0.26 B of which compute each token; made once."""
+    if folder.is_dir():
+        return PolicySpec(source=str(folder))
     config = Qwen3MoeConfig(
         vocab_size=18,
         hidden_size=1024,
@@ -87,7 +89,7 @@ def random_mixture(folder: Path) -> PolicySpec:
 
 def decode_rates(folder: Path, rows: tuple[int, ...] = (1, 2, 4, 8), rounds: int = 5) -> dict[str, list[float]]:
     """Tokens per second of INT8 over those of float32, by rows; one ratio for each pair of measurements."""
-    spec = random_mixture(folder) if not folder.is_dir() else PolicySpec(source=str(folder))
+    spec = random_mixture(folder)
     model, engines = load_model(spec), {}
     for name in ("none", "int8"):
         engine = TorchEngine(spec, slots=max(rows))
@@ -117,7 +119,7 @@ def decode_rates(folder: Path, rows: tuple[int, ...] = (1, 2, 4, 8), rounds: int
 
 def replay_cost(folder: Path, pairs: int = 9) -> list[float]:
     """Seconds of a learner's step with replayed routes over those without, of the random shape; a ratio per pair."""
-    spec = random_mixture(folder) if not folder.is_dir() else PolicySpec(source=str(folder))
+    spec = random_mixture(folder)
     learner = make_learner(
         load_model(spec),
         LearnerConfig(lr=1e-9, backend="torch"),
@@ -148,7 +150,7 @@ def replay_cost(folder: Path, pairs: int = 9) -> list[float]:
 
 def delta_costs(folder: Path) -> dict[str, dict[str, float]]:
     """Bytes and seconds of an INT8 sync to the torch engine, by the share of experts that changed."""
-    spec = random_mixture(folder) if not folder.is_dir() else PolicySpec(source=str(folder))
+    spec = random_mixture(folder)
     model, engine = load_model(spec), TorchEngine(spec, slots=1)
     publisher, fmt = Publisher(units(model, [r"lm_head\."])), get_format("int8", engine.weight_max_code("int8"))
     experts = [mixture.experts for mixture in mixtures(model)]

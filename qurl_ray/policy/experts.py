@@ -248,15 +248,10 @@ class MixtureMlp(nn.Module):
         if hidden_states.is_meta:
             return hidden_states  # without data there are no routes
         compute = self.compute or partial(each_by_itself, experts=list(self.experts))
-        x_Nd = hidden_states.reshape(-1, hidden_states.shape[-1])
-        y_Nd = self.mix(x_Nd, compute)
-        if self.shared_expert and self.shared_expert_gate:
-            share_N1 = sigmoid(self.shared_expert_gate(x_Nd))
-            y_Nd = y_Nd + share_N1.to(y_Nd.dtype) * self.shared_expert(x_Nd)
-        return y_Nd.view(hidden_states.shape)
+        return self.mix(hidden_states.reshape(-1, hidden_states.shape[-1]), compute).view(hidden_states.shape)
 
     def mix(self, x_Nd: torch.Tensor, compute: ExpertProducts) -> torch.Tensor:
-        """Return the result [N, d] of the router's experts for states [N, d], with these products."""
+        """Return the result [N, d] for states [N, d], with these products of the router's experts."""
         logits_NE = self.gate(x_Nd)
         weights_Nk, experts_Nk, own_Nk = choose(
             logits_NE,
@@ -273,7 +268,11 @@ class MixtureMlp(nn.Module):
             other_N = (experts_Nk.sort(dim=-1).values != own_Nk.sort(dim=-1).values).any(dim=-1)
             self.differing += int((other_N & real_N).sum())
             self.compared += int(real_N.sum())
-        return mixed(x_Nd, weights_Nk, experts_Nk, len(self.experts), compute)
+        y_Nd = mixed(x_Nd, weights_Nk, experts_Nk, len(self.experts), compute)
+        if self.shared_expert and self.shared_expert_gate:
+            share_N1 = sigmoid(self.shared_expert_gate(x_Nd))
+            y_Nd = y_Nd + share_N1.to(y_Nd.dtype) * self.shared_expert(x_Nd)
+        return y_Nd
 
 
 def with_experts(model: PreTrainedModel) -> PreTrainedModel:

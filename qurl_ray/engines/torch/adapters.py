@@ -5,6 +5,7 @@ from an engine that holds nothing but its adapter.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +15,22 @@ from qurl_ray.errors import EngineError
 from qurl_ray.numerics.products import ADAPTER_FACTORS, bound
 
 _TRIED_ROWS = (*range(1, 18), 31, 64, 65, 128)
-"""Numbers of rows for which products are compared: libraries choose their kernels by them."""
+"""Numbers of rows for which products are compared: an expert may have any."""
+
+
+@cache
+def _same_together(inputs: int, ranks: tuple[int, ...], device: torch.device, dtype: torch.dtype, threads: int) -> bool:
+    """Return True if one product with several matrices [rank, inputs] has the bits of a product with each, for all
+    numbers of rows that are tried. Shapes and `threads`, of torch, decide, not values: libraries choose their kernels by
+    them."""
+    random = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(rank, inputs, generator=random).to(device, dtype) for rank in ranks]
+    together, single = bound(torch.cat(matrices), None), [bound(matrix, None) for matrix in matrices]
+    for count in _TRIED_ROWS:
+        rows = torch.randn(count, inputs, generator=random).to(device, dtype)
+        if not all(map(torch.equal, together(rows).split(ranks, dim=-1), (product(rows) for product in single))):
+            return False
+    return True
 
 
 class Adapter:
@@ -66,19 +82,13 @@ class Adapter:
 
     def _lows(self, linears: Sequence[str], x: torch.Tensor) -> Callable[[torch.Tensor], list[torch.Tensor]]:
         """Return a function that computes (α/r) · A x for each of these linears. It is one product where that has the
-        bits of the single ones, for x and for other numbers of rows, as experts have: a small product takes as long as
-        three."""
+        bits of the single ones: a small product takes as long as three."""
         matrices = [self._first[linear] for linear in linears]
         single = [bound(matrix, None) for matrix in matrices]
         scaling = self._scaling
         if len(single) > 1:
             together, ranks = bound(torch.cat(matrices), None), [len(matrix) for matrix in matrices]
-            width = x.shape[-1]
-            tried = [x, *(torch.arange(rows * width).sin().view(rows, width).to(x) for rows in _TRIED_ROWS)]
-            if all(
-                all(map(torch.equal, together(rows).split(ranks, dim=-1), (product(rows) for product in single)))
-                for rows in tried
-            ):
+            if _same_together(x.shape[-1], tuple(ranks), x.device, x.dtype, torch.get_num_threads()):
                 return lambda x: [part.contiguous() for part in together(x).mul_(scaling).split(ranks, dim=-1)]
         return lambda x: [product(x).mul_(scaling) for product in single]
 

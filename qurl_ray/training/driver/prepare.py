@@ -341,9 +341,9 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
         QuantizationError: nothing to quantize, a width that the format's groups do not divide, or nothing for UAQ.
     """
     check_heads(config, model.config.num_attention_heads)
-    engine, kind = config.rollout.engine_entry, type(model).__name__
+    engine, kind, mixture = config.rollout.engine_entry, type(model).__name__, mixture_of(model.config)
     if config.rollout.router_replay != "off":
-        if not mixture_of(model.config):
+        if not mixture:
             raise ConfigError(
                 f"rollout.router_replay={config.rollout.router_replay} needs a mixture of experts, and {kind} is "
                 "dense: leave it out"
@@ -354,9 +354,8 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
                 f"rollout.engine={config.rollout.engine} does not return: set rollout.engine=torch"
             )
     for name in ("router_balance_coef", "router_z_coef"):
-        if getattr(config.algorithm, name) and not mixture_of(model.config):
+        if getattr(config.algorithm, name) and not mixture:
             raise ConfigError(f"algorithm.{name} needs a mixture of experts, and {kind} is dense: leave it out")
-    mixture = mixture_of(model.config)
     if config.learner.expert_parallel:
         if not mixture:
             raise ConfigError(f"learner.expert_parallel needs a mixture of experts, and {kind} is dense: leave it out")
