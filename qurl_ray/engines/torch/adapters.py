@@ -21,8 +21,8 @@ _TRIED_ROWS = (*range(1, 18), 31, 64, 65, 128)
 @cache
 def _same_together(inputs: int, ranks: tuple[int, ...], device: torch.device, dtype: torch.dtype, threads: int) -> bool:
     """Return True if one product with several matrices [rank, inputs] has the bits of a product with each, for all
-    numbers of rows that are tried. Shapes and `threads`, of torch, decide, not values: libraries choose their kernels by
-    them."""
+    numbers of rows that are tried. Shapes and torch's `threads` decide, not values: libraries choose kernels by them.
+    """
     random = torch.Generator().manual_seed(0)
     matrices = [torch.randn(rank, inputs, generator=random).to(device, dtype) for rank in ranks]
     together, single = bound(torch.cat(matrices), None), [bound(matrix, None) for matrix in matrices]
