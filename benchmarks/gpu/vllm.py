@@ -28,7 +28,8 @@ from qurl_ray.planning.shapes import Shape
 from qurl_ray.types import Request, SamplingParams
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp8, quantized by the compiler": ("fp8", {"compilation_config": {}}),
+    "fp8, quantized by vLLM": ("fp8", {"compilation_config": {"custom_ops": ["+quant_fp8"]}}),
+    "int8, quantized by vLLM": ("int8", {"compilation_config": {"custom_ops": ["+quant_int8"]}}),
     "fp8, with FP8 keys": ("fp8", {"kv_cache_dtype": "fp8"}),
     "none, with FP8 keys": ("none", {"kv_cache_dtype": "fp8"}),
 }

@@ -45,15 +45,30 @@ def test_a_product_takes_two_operations_on_a_gpu():
     }
 
 
+@pytest.mark.slow
+def test_the_compiler_quantizes_with_the_norm_or_silu_before_a_product():
+    """Only the input of o_proj, which attention writes, is quantized by an operation of its own."""
+    quantized = ("int8", "fp8", "fp8_block")
+    assert found("layers") == {
+        "none": 9,
+        "forced": dict.fromkeys(quantized, 13),
+        "joined": dict.fromkeys(quantized, 10),
+    }
+
+
 def test_versions_are_written_where_the_first_was_and_multiply_as_defined():
     seen = found("memory")
     assert {name: (one["moved"], one["wrong"]) for name, one in seen.items()} == dict.fromkeys(seen, (0, 0))
     assert all(
         one["gap"] < 0.03 for one in seen.values()
     )  # results are bfloat16, and a code of fp8 may be the next one
-    assert seen["int8"]["parameters"]["weight"] == [[32, 48], [1, 32]]  # [K, N], turned in place
-    assert seen["fp8"]["parameters"] == {"weight": [[32, 48], [1, 32]], "weight_scale": [[48, 1], [1, 1]]}  # padded
-    assert seen["fp8_block"]["parameters"]["weight_scale"] == [[2, 1], [1, 1]]
+    assert len(seen) == 6
+    assert seen["int8, none"]["parameters"]["weight"] == [[32, 48], [1, 32]]  # [K, N], turned in place
+    assert seen["fp8, all"]["parameters"] == {
+        "weight": [[32, 48], [1, 32]],
+        "weight_scale": [[48, 1], [1, 1]],
+    }  # padded
+    assert seen["fp8_block, all"]["parameters"]["weight_scale"] == [[2, 1], [1, 1]]
 
 
 def test_experts_are_slices_of_one_tensor_which_the_fused_operation_reads():

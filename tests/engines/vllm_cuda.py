@@ -6,8 +6,10 @@ definition of what they compute.
 """
 
 import json
+import re
 import sys
 import types
+from itertools import product
 from typing import Any
 
 import torch
@@ -136,15 +138,83 @@ def operations() -> dict[str, Any]:
     return found
 
 
+def layers() -> dict[str, Any]:
+    """Operations that a decoder layer of Qwen2's kind starts, in the graph compiled for a CPU, by format and by who
+    quantizes. The layer is made of vLLM's norms, rotary embedding and SiLU; attention is one operation."""
+    import vllm.ir
+    from torch._inductor.utils import run_and_get_code
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    for name in ("silu_and_mul", "rotary_embedding"):  # never called: plain operations are compiled in place of them
+        LIBRARY.define(f"{name}(Tensor! out, Tensor x) -> ()")
+    attention = torch.library.Library("decoder", "DEF")
+    attention.define("attention(Tensor q, Tensor k, Tensor v, Tensor! out) -> ()")
+    attention.impl("attention", lambda q, k, v, out: (out.copy_(q), None)[1], "CPU")
+    attention.impl("attention", lambda *_: None, "Meta")
+    hidden, inner, heads, kv_heads, dim = 256, 512, 4, 2, 64
+    queries, keys = heads * dim, kv_heads * dim
+
+    def linear(name: str, outputs: int, inputs: int) -> Any:
+        if name != "none":
+            return made(name, "cpu", (outputs, inputs))[1].multiply
+        weight = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
+        return lambda x, bias: torch.nn.functional.linear(x, weight, bias)
+
+    def count(name: str, forced: str) -> int:
+        with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["none", *forced]))):
+            qkv, o = linear(name, queries + 2 * keys, hidden), linear(name, hidden, queries)
+            gate_up, down = linear(name, 2 * inner, hidden), linear(name, hidden, inner)
+            norms = [RMSNorm(hidden, dtype=torch.bfloat16) for _ in range(2)]
+            silu, rope = (
+                SiluAndMul(),
+                get_rope(dim, 64, dtype=torch.bfloat16, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+            )
+            bias = torch.zeros(queries + 2 * keys, dtype=torch.bfloat16)
+
+            def layer(positions: Any, x: Any, residual: Any) -> Any:
+                x, residual = norms[0](x, residual)
+                q, k, v = qkv(x, bias).split([queries, keys, keys], dim=-1)
+                q, k = rope(positions, q, k)
+                out = torch.empty_like(q)
+                torch.ops.decoder.attention(q, k, v, out)
+                x, residual = norms[1](o(out, None), residual)
+                return down(silu(gate_up(x, None)), None), residual
+
+            torch._dynamo.reset()
+            step = torch.compile(
+                lambda positions, *states: layer(positions, *layer(positions, *states)), fullgraph=True
+            )
+            states = [torch.ones(8, hidden, dtype=torch.bfloat16) for _ in range(2)]
+            with torch.no_grad(), vllm.ir.enable_torch_wrap(False):  # norms as on CUDA, where the compiler makes them
+                _, (code, *_) = run_and_get_code(step, torch.arange(8), *states)
+        started = re.findall(
+            r"cpp_fused_\w+\(|torch\.ops\.\w+\.\w+\.\w+\(|extern_kernels\.\w+\(", code[code.index("def call(") :]
+        )
+        assert len(started) % 2 == 0, started
+        return len(started) // 2
+
+    quantizes = {"int8": ["+quant_int8"], "fp8": ["+quant_fp8"], "fp8_block": ["+quant_fp8"]}
+    forced = {name: count(name, operation) for name, operation in quantizes.items()}
+    return {"none": count("none", []), "forced": forced, "joined": {name: count(name, []) for name in quantizes}}
+
+
 def memory() -> dict[str, Any]:
-    """Whether 20 versions end in the same memory, are read back as they were written, and multiply as defined."""
+    """Whether 20 versions end in the same memory, are read back as they were written, and multiply as defined; with
+    vLLM's quantizers ("all"), and with the plain operations that are compiled ("none")."""
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
     from qurl_ray.quant.formats import get_format
     from qurl_ray.quant.linear import reference_linear
     from qurl_ray.quant.quantize import quantize
 
     found = {}
-    for name, (outputs, inputs) in WIDTHS.items():
-        layer, fixed = made(name, "cpu")
+    for name, quantizers in product(WIDTHS, ("all", "none")):
+        outputs, inputs = WIDTHS[name]
+        with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=[quantizers]))):
+            layer, fixed = made(name, "cpu")
         parameters = dict(layer.named_parameters())
         places = {key: parameter.data_ptr() for key, parameter in parameters.items()}
         moved = wrong = 0
@@ -161,7 +231,7 @@ def memory() -> dict[str, Any]:
             expected = reference_linear(x, q, bias).float()
             gap = max(gap, ((fixed.multiply(x, bias).float() - expected).norm() / expected.norm()).item())
         shapes = {key: [list(p.shape), list(p.stride())] for key, p in parameters.items()}
-        found[name] = {"moved": moved, "wrong": wrong, "gap": gap, "parameters": shapes}
+        found[f"{name}, {quantizers}"] = {"moved": moved, "wrong": wrong, "gap": gap, "parameters": shapes}
     return found
 
 
@@ -300,10 +370,9 @@ def main(check: str) -> None:
     pretend_h100()
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
-    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["+quant_fp8"]))):
-        sys.stdout.write(
-            f"FOUND {json.dumps({f.__name__: f for f in (operations, memory, codes, experts, refusals)}[check]())}\n"
-        )
+    checks = (operations, layers, memory, codes, experts, refusals)
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):
+        sys.stdout.write(f"FOUND {json.dumps({f.__name__: f for f in checks}[check]())}\n")
 
 
 if __name__ == "__main__":

@@ -131,9 +131,6 @@ class VllmEngine:
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
             "disable_log_stats": True,
         }
-        if on_cuda:
-            # vLLM's own operation, where its compiler would make eleven of the same.
-            self._settings["compilation_config"] = {"custom_ops": ["+quant_fp8"]}
         if spec.overrides:
             self._settings["hf_overrides"] = dict(spec.overrides)
         if kv_cache_bytes is not None:
