@@ -43,7 +43,7 @@ def engine(base):
         yield process
 
 
-def sent(engine, publisher, learner, fmt, version: int, *, subset_of: int | None = None):
+def sent(engine, publisher, learner, fmt, version: int, *, subset_of: int | None = None, call: str = "load"):
     """Send a version as a run does. Returns its manifest."""
     parameters = learner.named_parameters() if subset_of is None else learner.changing_parameters()
     named = equalized(parameters, learner.factors())
@@ -51,7 +51,7 @@ def sent(engine, publisher, learner, fmt, version: int, *, subset_of: int | None
     buckets = list(publisher.prepare(named, fmt, version=version, **options))
     manifest = assemble_manifest(version, fmt, [bucket.records for bucket in buckets], subset_of=subset_of)
     payloads = [bucket.payloads for bucket in buckets]
-    engine.call("load", manifest, list(decode_buckets(payloads, manifest, partial(engine.call, "resident"))))
+    engine.call(call, manifest, list(decode_buckets(payloads, manifest, partial(engine.call, "resident"))))
     return manifest
 
 
@@ -105,6 +105,19 @@ def test_a_part_of_a_version_is_verified_and_never_more_than_it_says(engine, bas
         engine.call("load", manifest, missing)
     engine.call("load", manifest, decoded)
     assert_near(gaps(engine, learner, tokenizer, 2), "int8")
+
+
+def test_the_base_is_verified_after_a_sleep_though_adapters_alone_are_sent(engine, base):
+    learner, quantized = adapted(base, "int8", lora=ALL)
+    other, _ = adapted(base, "int8", lora=ALL)
+    with torch.no_grad():
+        next(p for name, p in other.named_parameters() if name == "model.norm.weight").mul_(1.5)
+    publisher = Publisher(quantized)
+    sent(engine, publisher, learner, taken("int8"), 1)
+    sent(engine, Publisher(quantized), other, taken("int8"), 1, call="wake_with")
+    with pytest.raises(SyncError, match=r"model\.norm\.weight is .* in the engine"):
+        sent(engine, publisher, learner, taken("int8"), 2, subset_of=1)
+    sent(engine, Publisher(quantized), learner, taken("int8"), 2)
 
 
 @pytest.mark.slow

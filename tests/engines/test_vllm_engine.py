@@ -514,6 +514,22 @@ def test_sleep_on_a_cpu_is_an_error(engine):
     engine.call("wake")
 
 
+@pytest.mark.parametrize("format_name", ["none", "int8"])
+def test_weights_are_verified_again_after_a_sleep(engine, spec, tokenizer, format_name):
+    requests = requests_for(tokenizer, 1, 1)
+    sent, base = weights_of(policy(spec), format_name), weights_of(policy(spec, seed=1), format_name)
+    engine.call("load", *sent)
+    engine.call("wake_with", *sent)
+    assert engine.call("generate", requests, version=1)
+    engine.call("wake_with", *base)
+    with pytest.raises(StaleWeights, match=r"the engine slept, and version 1: .* in the engine, .* was sent"):
+        engine.call("generate", requests, version=1)
+    with pytest.raises(StaleWeights, match="unverified"):
+        engine.call("generate", requests, version=1)
+    engine.call("load", *sent)
+    assert engine.call("generate", requests, version=1)
+
+
 # --- the plugin alone, and the end ----------------------------------------------------------------------------------
 
 

@@ -174,6 +174,20 @@ def format_of(_: Any, settings: dict, module: str) -> str | None:
     return fmt.name if fmt else None
 
 
+def wake_with(engine: Any, manifest: Any, buckets: Any) -> None:
+    """Sleep, and wake up with weights that nobody sent. (Sleep itself needs CUDA.)"""
+    control = engine._server.control
+    engine._server.control = lambda method, *rest, **kwargs: (
+        None if method in ("sleep", "wake_up") else control(method, *rest, **kwargs)
+    )
+    engine._sleep_mode = True
+    engine.sleep()
+    engine._server.workers("begin")
+    engine._place(manifest, buckets)
+    engine.wake()
+    engine._server.control, engine._sleep_mode = control, False
+
+
 def die(_: Any) -> None:
     """As an actor dies that is killed."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -188,6 +202,7 @@ _INSIDE = {
     "cached_tokens": cached_tokens,
     "drawing": drawing,
     "format_of": format_of,
+    "wake_with": wake_with,
     "die": die,
     **{name: partial(asked, name=name) for name in ("record", "replayed", "addresses", "compilations")},
 }

@@ -22,7 +22,7 @@ from qurl_ray.engines.protocol import Buffers
 from qurl_ray.engines.requests import check_requests
 from qurl_ray.engines.vllm.server import VllmServer
 from qurl_ray.engines.vllm.shards import TensorShard, join_fingerprints, join_shards
-from qurl_ray.errors import EngineError, QuantizationError, SyncError
+from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
 from qurl_ray.policy.adapters import add_adapters
 from qurl_ray.policy.experts import router_weights
 from qurl_ray.policy.load import context_length, empty_model
@@ -106,6 +106,10 @@ class VllmEngine:
         """The verified version, once deltas have come: to read it back for each of them would take longer than to send
         whole tensors."""
         self._sleep_mode, self._asleep = sleep_mode, False
+        self._fingerprints: dict[str, int] = {}
+        """Fingerprint that each tensor of the verified version has in the workers."""
+        self._slept = False
+        """True if the engine has slept since these were compared."""
         on_cuda = torch.cuda.is_available()
         if graphs and not on_cuda and not self._emulate:
             raise EngineError("on a CPU, vLLM compiles no kernel of this package: graphs need kernel=emulation")
@@ -228,19 +232,27 @@ class VllmEngine:
         self._check_names(set(came), manifest)
 
     def _verify(self, manifest: Manifest, expected: Mapping[str, int]) -> None:
-        """Compare the fingerprint of each tensor of the version, which its workers compute where they hold it, from
-        their shards."""
+        """Compare the tensors of the version with their fingerprints; all others, too, if the engine has slept."""
+        self._fingerprints = dict(expected) if manifest.complete else {**self._fingerprints, **expected}
+        self._compare(manifest.version, self._fingerprints if self._slept else expected)
+        self._slept = False
+        if not self._server.control("reset_prefix_cache"):
+            raise EngineError("vLLM did not reset its prefix cache: it would go on with keys of other weights")
+
+    def _compare(self, version: int | None, expected: Mapping[str, int]) -> None:
+        """Compare tensors with their fingerprints, which the workers compute where they hold them, from their shards.
+
+        Raises:
+            SyncError: a tensor is another one.
+        """
         shapes = [(name, shape) for name, shape in self._shapes.items() if name in expected]
         of_ranks = self._server.workers("fingerprints", shapes)
         for (name, shape), *pieces in zip(shapes, *of_ranks, strict=True):
             resident = join_fingerprints(name, shape, self._format_of(name), itertools.chain.from_iterable(pieces))
             if resident != expected[name]:
                 raise SyncError(
-                    f"version {manifest.version}: {name} is {resident:016x} in the engine, "
-                    f"{expected[name]:016x} was sent"
+                    f"version {version}: {name} is {resident:016x} in the engine, {expected[name]:016x} was sent"
                 )
-        if not self._server.control("reset_prefix_cache"):
-            raise EngineError("vLLM did not reset its prefix cache: it would go on with keys of other weights")
 
     def _check_names(self, names: set[str], manifest: Manifest) -> None:
         wanted = set(self._shapes) if manifest.complete else {record.name for record in manifest.tensors}
@@ -337,11 +349,18 @@ class VllmEngine:
             deadline_s: seconds from now; unfinished requests are then aborted, and returned as far as they got.
 
         Raises:
-            StaleWeights: the engine does not hold `version`.
+            StaleWeights: the engine does not hold `version`, or holds other weights than before it slept.
             EngineError: a request does not fit the context, or vLLM failed.
         """
         check_requests(requests, held=self.version, version=version, context=self._context)
         self._check_awake()
+        if self._slept:
+            try:
+                self._compare(version, self._fingerprints)
+            except SyncError as error:
+                self.version = None
+                raise StaleWeights(f"the engine slept, and {error}") from None
+            self._slept = False
         return self._server.generate(requests, version, deadline_s) if requests else []
 
     def cancel(self, uids: Collection[str]) -> None:
@@ -361,7 +380,7 @@ class VllmEngine:
         if self._asleep:
             return
         self._server.control("sleep", 1)  # vLLM's level 1 keeps the weights, on the host
-        self._asleep = True
+        self._asleep = self._slept = True
 
     def wake(self) -> None:
         """Undo `sleep`."""
