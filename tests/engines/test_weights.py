@@ -221,6 +221,48 @@ def test_after_a_load_that_failed_half_way_a_good_one_works(biased, format_name)
     assert_generates(engine, biased, format_name, keep, 2)
 
 
+def one_by_one(policy: Policy, format_name: str, version: int):
+    """A manifest, and a version in buckets of one tensor."""
+    fmt = None if format_name == "none" else get_format(format_name)
+    publisher = Publisher(units(policy.model, KEEPS["the head"]) if fmt else {}, bucket_bytes=1)
+    buckets = list(publisher.prepare(policy.model.named_parameters(), fmt, version=version))
+    manifest = assemble_manifest(version, fmt, [bucket.records for bucket in buckets])
+    return manifest, decode_buckets([bucket.payloads for bucket in buckets], manifest, None)
+
+
+def test_a_tensor_that_a_later_bucket_puts_back_is_named(biased):
+    engine = TorchEngine(biased.spec, slots=4)
+    engine.load(*one_by_one(biased, "none", 1))
+    held = {name: parameter.clone() for name, parameter in engine._model.named_parameters()}
+    moved(biased, 1)
+
+    def put_back(buckets):
+        for bucket in buckets:
+            for name, parameter in engine._model.named_parameters():
+                parameter.data.copy_(held[name])
+            yield bucket
+
+    manifest, buckets = one_by_one(biased, "none", 2)
+    with pytest.raises(SyncError, match=r"version 2: model\.embed_tokens\.weight is .* in the engine, .* was sent"):
+        engine.load(manifest, put_back(buckets))
+    with pytest.raises(StaleWeights):
+        engine.generate(random_requests(1), version=2)
+    engine.load(*one_by_one(biased, "none", 2))
+    assert_generates(engine, biased, "none", (), 2)
+
+
+@pytest.mark.parametrize("format_name", ["none", "int8", "fp8_block"])
+def test_buffers_may_be_used_for_other_things_after_a_load(biased, format_name):
+    engine = TorchEngine(biased.spec, slots=4)
+    manifest, buckets = one_by_one(biased, format_name, 1)
+    kept = [{name: tuple(np.array(part) for part in parts) for name, parts in bucket.items()} for bucket in buckets]
+    engine.load(manifest, kept)
+    for part in (part for bucket in kept for parts in bucket.values() for part in parts):
+        part.view(np.uint8)[...] = 0xA5
+    assert_held(engine, biased, format_name, KEEPS["the head"])
+    assert_generates(engine, biased, format_name, KEEPS["the head"], 1)
+
+
 def test_a_model_that_lacks_a_linear_of_a_group_is_held_as_well(tmp_path):
     """nemotron has up_proj, and no gate_proj that it could be fused with."""
     policy = policy_of(NemotronConfig, {}, tmp_path)

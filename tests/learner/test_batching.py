@@ -208,3 +208,5 @@ def test_tensors_hold_prompt_then_answer_then_padding():
     assert to_tensors([trajectory("a", 2), trajectory("b", 7)]).lengths_B.tolist() == [5, 10]
     assert to_tensors([]).lengths_B.shape == (0,)
     assert to_tensors([]).token_ids_BT.shape == (0, 1)
+    ended = replace(trajectory("a", 2), token_ids=np.array([9, 0], dtype=np.int32))  # by a token with padding's id
+    assert to_tensors([ended, trajectory("b", 4)]).mask_BT[0].long().tolist() == [0, 0, 0, 1, 1, 0, 0]

@@ -43,15 +43,18 @@ def test_muons_first_update_has_no_large_direction_and_is_as_long_as_adamws(tiny
         assert 0.6 < values[5] <= values[0] < 1.3
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_learner_that_resumes_goes_on_to_the_bit(tiny_spec, tmp_path, optimizer):
-    trained, model = learner(tiny_spec, optimizer=optimizer)
+SCHEDULE = {"warmup_steps": 2, "schedule": "cosine", "lr_final_share": 0.1}
+
+
+@pytest.mark.parametrize("config", [{}, {"optimizer": "muon"}, SCHEDULE], ids=["adamw", "muon", "schedule"])
+def test_a_learner_that_resumes_goes_on_to_the_bit(tiny_spec, tmp_path, config):
+    trained, model = learner(tiny_spec, **config)
     step(trained, 0)
     trained.save(tmp_path)
-    step(trained, 1)
-    resumed, other = learner(tiny_spec, optimizer=optimizer)
+    rate = step(trained, 1).lr
+    resumed, other = learner(tiny_spec, **config)
     resumed.load(tmp_path)
-    step(resumed, 1)
+    assert step(resumed, 1).lr == rate
     for (name, one), (_, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(one, two), name
 

@@ -78,6 +78,17 @@ def test_rows_of_zeros_stay_zero():
         assert (QuantizedLinear(quantize(w, fmt), None)(torch.zeros(2, 256)) == 0).all()
 
 
+@pytest.mark.parametrize("fmt", ALL, ids=names)
+def test_a_block_of_zeros_stays_zero_and_changes_no_other(fmt):
+    w = weight(0, rows=256)
+    others = dequantize(quantize(w, fmt))[128:]
+    w[:128, :128] = 0
+    found = dequantize(quantize(w, fmt))
+    assert (found[:128, :128] == 0).all()
+    assert found.isfinite().all()
+    assert torch.equal(found[128:], others)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_refused(bad):
     w = weight(0)

@@ -59,7 +59,8 @@ def test_what_an_environment_says_takes_no_step(rows, gamma, lam):
     mask_BT = torch.tensor([[drawn for drawn, _ in row] for row in rows])
     values_BT = torch.tensor([[value if drawn else float("nan") for drawn, value in row] for row in rows])
     rewards_B = torch.arange(1.0, len(rows) + 1)
-    found = gae(token_rewards(rewards_B, mask_BT), values_BT, mask_BT, gamma=gamma, lam=lam)
+    rewards_BT = torch.where(mask_BT, token_rewards(rewards_B, mask_BT), 7.0)  # such as a KL of what others said
+    found = gae(rewards_BT, values_BT, mask_BT, gamma=gamma, lam=lam)
     for row in range(len(rows)):
         alone = values_BT[row][mask_BT[row]][None]
         everything = torch.ones(alone.shape, dtype=torch.bool)

@@ -360,6 +360,32 @@ def test_the_probe_finds_what_fingerprints_cannot(rig, monkeypatch, broken):
     assert len(rig.warnings) == 2
 
 
+def test_a_sync_that_sends_a_copy_of_the_start_for_ever_ends_the_run(rig, monkeypatch):
+    """Engines hold exactly what was sent: only log-probs can tell that it is not the learner's."""
+    rig = rig()
+    copies = [(name, parameter.detach().clone()) for name, parameter in rig.model.named_parameters()]
+    monkeypatch.setattr(rig.sender._learner, "named_parameters", lambda: iter(copies))
+    rig.sender.send("int8")
+    assert rig.gate.metrics["sync/probe_gap"] == 0
+    rig.move(0.05)
+    with pytest.raises(SyncError, match="could take weights 2: its log-probs of the probe are off by"):
+        rig.sender.send("int8")
+
+
+def test_codes_of_rounded_parameters_are_noticed_and_said(rig, monkeypatch):
+    """They differ here and there from those of the learner's float32, where a value lies between two."""
+    rig = rig()
+    rig.sender.send("int8")
+    rounded = lambda: ((name, p.detach().bfloat16().float()) for name, p in rig.model.named_parameters())  # noqa: E731
+    monkeypatch.setattr(rig.sender._learner, "named_parameters", rounded)
+    rig.move(0.05)
+    rig.sender.send("int8")
+    assert rig.gate.metrics["sync/probe_gap"] > 0.005
+    assert "in quarantine" in rig.warnings[0]
+    assert "times as far as usual" in rig.warnings[0]
+    assert "sending them again did not help" in rig.warnings[-1]
+
+
 def test_without_a_fit_engine_the_run_ends_and_none_generates(rig):
     rig = rig()
     rig.sender.send("int8")
