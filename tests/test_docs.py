@@ -153,12 +153,28 @@ def templates() -> Iterator[str]:
                 yield node.value
 
 
-def test_messages_that_are_quoted_are_those_of_the_package():
-    text = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().split())
+@pytest.mark.parametrize("page", ["troubleshooting.md", "bugs-of-2026.md"])
+def test_messages_that_are_quoted_are_those_of_the_package(page):
+    text = " ".join((ROOT / "docs" / page).read_text().split())
     quoted = re.findall(r'"`([^`]+)`"', text)
-    assert len(quoted) > 20
+    assert len(quoted) > 15
     known = list(templates())
     assert [message for message in quoted if not any(message in one for one in known)] == []
+
+
+def test_tests_that_are_named_exist():
+    named = {found for page in NOW for found in re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", page.read_text())}
+    assert len(named) > 60
+    assert [name for name in sorted(named) if f"\ndef {name[1]}(" not in (ROOT / name[0]).read_text()] == []
+
+
+def test_each_bug_of_the_year_has_its_thread_and_a_test():
+    text = (ROOT / "docs" / "bugs-of-2026.md").read_text()
+    threads = re.findall(r"\*\*\[[\w-]+ #(\d+)\]\((https://github\.com/[\w-]+/[\w-]+/(?:issues|pull)/\1)\)\*\*", text)
+    assert len(threads) == len({address for _, address in threads}) == text.count("**[")
+    assert f"reported these {len(threads)} faults" in text
+    entries = re.findall(r"^- \*\*\[.*?(?=^- |^\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert [entry for entry in entries if not re.search(r"\n  \*Here:\* (.|\n)*\n  Tests?: `tests/", entry)] == []
 
 
 # --- commands ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qurl_ray.errors import ConfigError
@@ -195,6 +196,15 @@ def test_other_adapters_are_refused_by_name(tiny_spec, tmp_path, change, message
 
     with pytest.raises(ConfigError, match=message):
         read()
+
+
+def test_tensors_of_other_names_are_refused(tiny_spec, tmp_path):
+    saved = SavedAdapter(adapters=LORA, base=tiny_spec.source, parameters=scattered(load_model(tiny_spec)))
+    save_adapter(tmp_path, saved, ["layers.0.q_proj", "layers.0.down_proj"])
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name.removeprefix("base_model."): value for name, value in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match=r"has a tensor model\..*, expected names from base_model\.model\. on"):
+        read_adapter(tmp_path)
 
 
 def test_a_damaged_file_is_an_error_that_names_the_folder(tmp_path):

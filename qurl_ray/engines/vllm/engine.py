@@ -237,7 +237,7 @@ class VllmEngine:
         self._compare(manifest.version, self._fingerprints if self._slept else expected)
         self._slept = False
         if not self._server.control("reset_prefix_cache"):
-            raise EngineError("vLLM did not reset its prefix cache: it would go on with keys of other weights")
+            raise EngineError("vLLM did not reset its prefix cache: it would reuse keys of other weights")
 
     def _compare(self, version: int | None, expected: Mapping[str, int]) -> None:
         """Compare tensors with their fingerprints, which the workers compute where they hold them, from their shards.
