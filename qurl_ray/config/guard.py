@@ -41,6 +41,10 @@ class GuardConfig(Section):
     since the entropy also falls to 0 when a task is solved."""
     garbage_max: _OpenShare | None = 0.5
     """Highest accepted `rollout/garbage_share`: share of the tokens that lie in stretches which repeat themselves."""
+    cost_max: float | None = Field(None, gt=0)
+    """Highest accepted `certificate/cost_least`: mean reward that quantization costs at least, at 95 %, by the
+    certificates (`evaluation.certificate`) since rollouts were last in full precision. The value holds until the next
+    certificate."""
     window: int = Field(10, ge=1)
     """Number of latest steps in which the guard counts figures beyond their thresholds."""
     patience: int = Field(5, ge=1)

@@ -101,6 +101,10 @@ class RunConfig(Section):
             self._staleness_fits()
         if self.learner.lora:
             self._lora_fits(self.learner.lora)
+        if self.evaluation.certificate.every:
+            self._certificate_fits()
+        elif self.guard.cost_max is not None:
+            raise ValueError("guard.cost_max is compared with certificates: set evaluation.certificate.every")
         check_transport(self.placement, rollout, self.learner, self.sync)
         check_placement(self.placement, rollout, self.learner, self.sync)
         if self.precision_flow != "rollout_only":
@@ -143,6 +147,24 @@ class RunConfig(Section):
             raise ValueError(
                 f"{ahead} has engines generate while the learner trains: they cannot share a GPU "
                 "(learner.offload_while_waiting)"
+            )
+
+    def _certificate_fits(self) -> None:
+        """Raise ValueError if answers in full precision cannot be compared with the rollouts'."""
+        given, rollout = f"evaluation.certificate.every={self.evaluation.certificate.every}", self.rollout
+        if rollout.quantization == "none":
+            raise ValueError(f"{given} certifies a format, and rollout.quantization=none has none: set it to 0")
+        if self.lora_over_codes:
+            raise ValueError(f"{given}: learner.lora.base=codes has no policy in full precision to compare with")
+        if rollout.restarts_for_formats:
+            raise ValueError(
+                f"{given}: engines of rollout.engine={rollout.engine} on CUDA must restart for full precision, which "
+                "takes minutes each time; set it to 0 (qurl evaluate --against compares what the run saves)"
+            )
+        if rollout.max_staleness:
+            raise ValueError(
+                f"{given} gives engines full-precision weights between two steps, and with rollout.max_staleness="
+                f"{rollout.max_staleness} they would draw answers of the next steps with these: set one of them to 0"
             )
 
     def _flow_fits(self) -> None:

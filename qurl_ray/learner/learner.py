@@ -5,6 +5,7 @@ different numbers of tokens, and micro-batches may have any size.
 """
 
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -196,6 +197,29 @@ class PolicyLearner:
             proximal=_watched(passes),
         )
 
+    def compare_gradients(self, full: Sequence[MiniBatch], rolled: Sequence[MiniBatch]) -> dict[str, float]:
+        alone = isinstance(self._policy, TorchBackend) and world()[1] == 1
+        if not alone or self._flow or self._critic or len(self._routers) or not (full and rolled):
+            return {}
+        of_full, of_rolled = self._gradient(full), self._gradient(rolled)
+        full_norm, rolled_norm = math.sqrt(_dot(of_full, of_full)), math.sqrt(_dot(of_rolled, of_rolled))
+        if not (full_norm and rolled_norm):
+            return {}
+        return {
+            "certificate/gradient_cosine": _dot(of_full, of_rolled) / full_norm / rolled_norm,
+            "certificate/gradient_ratio": rolled_norm / full_norm,
+        }
+
+    def _gradient(self, mini_batches: Sequence[MiniBatch]) -> list[torch.Tensor]:
+        """Return the objective's gradient on one mini-batch, by parameter."""
+        passes = [self._make_pass(samples) for samples in self._shares(mini_batches[0])]
+        strength = self._before_the_first_update([passes])
+        self._accumulate(passes, mini_batches[0].denominators, strength, None)
+        trained = [p for _, p in self._policy.named_parameters(trained=True)]
+        gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        self._policy.module.zero_grad(set_to_none=True)
+        return gradient
+
     def adopt(self, settings: ObjectiveSettings) -> None:
         self._settings, self._bounds = settings, (settings.clip_low, settings.clip_high)
 
@@ -386,6 +410,11 @@ def _of_the_model(parameters: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
     for name, parameter in parameters:
         if name.startswith(MODEL_PREFIX):
             yield name.removeprefix(MODEL_PREFIX), parameter
+
+
+def _dot(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> float:
+    """Return the inner product of two gradients, given by parameter."""
+    return math.fsum(float(a.double().flatten() @ b.double().flatten()) for a, b in zip(first, second, strict=True))
 
 
 def _real(pass_: Pass) -> torch.Tensor:

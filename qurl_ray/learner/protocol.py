@@ -91,6 +91,12 @@ class Learner(Protocol):
     def learn(self, mini_batches: Sequence[MiniBatch]) -> StepResult:
         """Make one update per mini-batch. Proximal log-probs are those of the weights before the first update."""
 
+    def compare_gradients(self, full: Sequence[MiniBatch], rolled: Sequence[MiniBatch]) -> dict[str, float]:
+        """Return `certificate/gradient_cosine` and `…_ratio` (evaluation.certificate) of the objective's gradients on
+        answers in full precision and as rolled out, without an update. Return nothing where a batch is empty or has no
+        gradient, or where gradients of a whole batch are not held in full precision: with several ranks, other backends
+        than torch, float16, a unified flow, a value model, or routers."""
+
     def adopt(self, settings: ObjectiveSettings) -> None:
         """Use these settings of the objective from now on."""
 

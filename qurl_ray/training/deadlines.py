@@ -31,7 +31,9 @@ def collection_deadline(config: RunConfig) -> float:
     """
     algorithm, rollout = config.algorithm, config.rollout
     rounds: float = algorithm.max_refill_rounds if algorithm.dynamic_sampling else 1
-    answers = max(rollout.prompts_per_step * rollout.samples_per_prompt, config.evaluation.problems)
+    certificate = config.evaluation.certificate
+    prompts = max(rollout.prompts_per_step, 2 * certificate.prompts if certificate.every else 0)
+    answers = max(prompts * rollout.samples_per_prompt, config.evaluation.problems)
     if config.environment.type is not None:
         turns = -(-answers // config.environment.concurrency) * config.environment.max_turns
         rounds *= turns * (1 + config.environment.timeout_s / rollout.timeout_s)

@@ -29,7 +29,7 @@ SECTIONS = [
         "learner.lora",
         "learner.lora.noise",
     ),
-    *("guard", "sync", "tracking", "evaluation", "checkpoint", "export"),
+    *("guard", "sync", "tracking", "evaluation", "evaluation.certificate", "checkpoint", "export"),
 ]
 
 

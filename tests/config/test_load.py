@@ -633,6 +633,36 @@ def test_colocated_learners_make_room_unless_they_are_told_not_to():
 
 
 @pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rollout.quantization=none", "certifies a format, and rollout.quantization=none has none: set it to 0"),
+        ("rollout.max_staleness=1", "with rollout.max_staleness=1 they would draw answers of the next steps with"),
+        ("learner.lora={}", "learner.lora.base=codes has no policy in full precision to compare with"),
+        ("evaluation.certificate.reward_range=[1, 1]", "reward_range is [least, largest], and 1 is not below 1"),
+    ],
+)
+def test_what_a_certificate_cannot_have_is_refused_in_one_line(override, sentence):
+    given = ["evaluation.certificate.every=20", "algorithm.correction=tis"]
+    with pytest.raises(ConfigError, match=re.escape(sentence)) as caught:
+        load_config(None, [*given, override])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_certificate_of_engines_that_restart_for_a_format_is_refused():
+    gpu = ["rollout.engine=vllm", "rollout.device=cuda", "rollout.dtype=bfloat16", "learner.device=cuda"]
+    with pytest.raises(ConfigError, match="vllm on CUDA must restart for full precision, which takes minutes"):
+        load_config(None, ["evaluation.certificate.every=20", *gpu])
+
+
+def test_a_guard_of_certificates_needs_some():
+    with pytest.raises(
+        ConfigError, match=r"guard\.cost_max is compared with certificates: set evaluation\.certificate"
+    ):
+        load_config(None, ["guard.cost_max=0.1"])
+    assert load_config(None, ["guard.cost_max=0.1", "evaluation.certificate={every: 5}"]).guard.cost_max == 0.1
+
+
+@pytest.mark.parametrize(
     ("override", "reason"),
     [
         ("rollout.max_staleness=1", "has engines and learner take turns, and rollout.max_staleness=1 has them work"),

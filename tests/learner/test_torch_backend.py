@@ -77,6 +77,36 @@ def test_micro_batches_change_nothing(tiny_spec, turns, config):
     assert (whole - split).norm() <= 1e-3 * moved
 
 
+def test_gradients_of_a_certificate_are_those_of_the_objective_and_change_nothing(tiny_spec):
+    trained, model = learner(tiny_spec)
+    first, second = (plan(part, updates=1, ranks=1, token_budget=40, seed=0)[0] for part in (groups(6), groups(10)[6:]))
+    before = start(tiny_spec)
+    found = trained.compare_gradients(first, second)
+    gradients = []
+    for part in (groups(6), groups(10)[6:]):
+        reference = load_model(tiny_spec)
+        batch = to_tensors([s for group in part for s in group])
+        logprobs = token_logprobs(reference, batch.token_ids_BT, batch.mask_BT, 1.0)
+        denominators = Denominators(tokens=int(batch.mask_BT.sum()), sequences=len(batch.mask_BT))
+        loss, _ = objective(
+            logprobs, logprobs.detach(), batch.behavior_BT, batch.advantages, batch.mask_BT, denominators, SETTINGS
+        )
+        loss.backward()
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in reference.parameters()]).double())
+    cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0)
+    assert abs(cosine) < 0.9  # the two are told apart
+    assert found["certificate/gradient_cosine"] == pytest.approx(float(cosine), rel=1e-3)
+    ratio = gradients[1].norm() / gradients[0].norm()
+    assert found["certificate/gradient_ratio"] == pytest.approx(float(ratio), rel=1e-3)
+    same = trained.compare_gradients(first, first)
+    assert list(same.values()) == pytest.approx([1.0, 1.0], abs=1e-12)
+    assert torch.equal(torch.cat([p.detach().reshape(-1) for p in model.parameters()]), before)
+    assert all(p.grad is None for p in model.parameters())
+    assert trained.compare_gradients(first, []) == {}
+    half, _ = learner(tiny_spec, compute="float16")
+    assert half.compare_gradients(first, second) == {}
+
+
 def _rank(rank: int, ranks: int, spec, out: str) -> None:
     torch.save(parameters_after(spec, ranks=ranks, rank=rank, token_budget=60), f"{out}/{rank}.pt")
 

@@ -8,7 +8,7 @@ come, first served would favour short answers.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +24,7 @@ from qurl_ray.data.answers import answer_text, items_to_judge
 from qurl_ray.data.cursor import PromptCursor
 from qurl_ray.data.prompts import encode_prompt
 from qurl_ray.data.tasks import Task
-from qurl_ray.engines.requests import check_logprobs, make_requests, probe_requests
+from qurl_ray.engines.requests import check_logprobs, derive_seed, make_requests, probe_requests
 from qurl_ray.rl.advantages import all_equal, overlong_penalty
 from qurl_ray.rl.credit import CreditMode, compare_turns, credited, returns_of, turn_returns, without_signal
 from qurl_ray.rl.repetition import garbage_tokens
@@ -60,6 +60,18 @@ class Collected:
     """Uids of the prompts, in the order in which they were drawn."""
     played: list[Played] = field(default_factory=list)
     """Trajectories with an environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateAnswers:
+    """Answers to the problems of a certificate, in one format."""
+
+    rewards_PG: np.ndarray
+    """Reward of each answer, by problem and sample; nan where it failed."""
+    token_ids: list[np.ndarray]
+    """Tokens of each answer that the policy drew."""
+    groups: list[list[Trajectory]]
+    """Groups of the answers to training problems that an update could learn from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,16 +159,8 @@ class Collector:
             survival = 1 - collected.uniform_groups / max(1, collected.all_groups)
             ask = min(wanted, int(np.ceil(missing / max(survival, 0.1)))) if algorithm.dynamic_sampling else missing
             await self._round(step, self._cursor.take(ask), collected)
-        groups = collected.groups[:wanted]
-        if self._compare is not None and groups:  # else a value model gives credit, in the learner
-            returns_PG = [[returns_of(sample, self._mode) for sample in group] for group in groups]
-            worth_PGK = compare_turns(returns_PG, self._compare, self._mode)
-            groups = [
-                [credited(sample, worth_K, self._mode) for sample, worth_K in zip(group, worth_GK, strict=True)]
-                for group, worth_GK in zip(groups, worth_PGK, strict=True)
-            ]
-        collected.groups = groups
-        learned = {s.uid: s for group in groups for s in group if s.watched}
+        collected.groups = self._credited(collected.groups[:wanted])
+        learned = {s.uid: s for group in collected.groups for s in group if s.watched}
         for entry in collected.shown:
             sample = learned.get(entry["uid"])
             # A value model gives every token its own advantage, later.
@@ -166,20 +170,57 @@ class Collector:
                 entry["credit"] = _credit_log(sample.turns)
         return collected
 
-    async def _round(self, step: int, problems: list[Problem], collected: Collected) -> None:
-        config = self._config
-        sampling = SamplingParams(
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
-            max_new_tokens=config.rollout.max_new_tokens,
-            stop_ids=self._stop_ids,
-            ignore_eos=config.rollout.ignore_eos,
+    async def certificate_answers(self, step: int) -> CertificateAnswers:
+        """Answer the problems of a step's certificate with the weights that the engines hold. All answers of one step
+        are drawn with the same noise: a token depends on its logits, the request's seed and its place alone."""
+        rng = np.random.default_rng(derive_seed(self._config.seed, step, "certificate"))
+        count = self._config.evaluation.certificate.prompts
+        train, held_out = (
+            [known[place] for place in rng.choice(len(known), min(count, len(known)), replace=False)]
+            for known in (self._task.train, self._task.held_out)
         )
-        G = config.rollout.samples_per_prompt
-        salt = f"{step}.{collected.rounds}"
+        problems = [*train, *held_out]
+        with self._fleet.spans.during(EVALUATION, "certificate", problems=len(problems)):
+            answered = await self._draw(problems, f"certificate {step}")
+        # An update learns from training problems alone, and so does a gradient here.
+        part, collected = slice(len(train) * self._config.rollout.samples_per_prompt), Collected()
+        lists = ("prompts", "completions", "verdicts", "turns")
+        self._group(replace(answered, **{name: getattr(answered, name)[part] for name in lists}), set(), collected)
+        rewards = [v.reward if v.status == "ok" else np.nan for v in answered.verdicts]
+        return CertificateAnswers(
+            rewards_PG=np.array(rewards).reshape(len(problems), -1),
+            token_ids=[completion.drawn_ids for completion in answered.completions],
+            groups=self._credited(collected.groups),
+        )
+
+    def _credited(self, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+        """Return groups with the advantages of their samples, or of their turns."""
+        if self._compare is None or not groups:  # a value model gives credit, in the learner
+            return groups
+        returns_PG = [[returns_of(sample, self._mode) for sample in group] for group in groups]
+        worth_PGK = compare_turns(returns_PG, self._compare, self._mode)
+        return [
+            [credited(sample, worth_K, self._mode) for sample, worth_K in zip(group, worth_GK, strict=True)]
+            for group, worth_GK in zip(groups, worth_PGK, strict=True)
+        ]
+
+    async def _draw(self, problems: Sequence[Problem], salt: str) -> _Answered:
+        """Answer problems as the run's rollouts do, with `samples_per_prompt` answers each."""
+        rollout = self._config.rollout
+        sampling = SamplingParams(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_new_tokens=rollout.max_new_tokens,
+            stop_ids=self._stop_ids,
+            ignore_eos=rollout.ignore_eos,
+        )
+        G = rollout.samples_per_prompt
         requests = self._requests(problems, G, salt, sampling)
-        answered = await self._answer(requests, [problem for problem in problems for _ in range(G)])
+        return await self._answer(requests, [problem for problem in problems for _ in range(G)])
+
+    async def _round(self, step: int, problems: list[Problem], collected: Collected) -> None:
+        answered = await self._draw(problems, f"{step}.{collected.rounds}")
         seconds = {"rollout": answered.rollout_seconds, "reward": answered.reward_seconds}
         self._fleet.spans.phases(ROLLOUTS, seconds)
         collected.rollout_seconds += answered.rollout_seconds

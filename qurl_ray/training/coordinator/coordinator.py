@@ -184,6 +184,10 @@ class Coordinator:
         """See Session.share."""
         return await self.session.share(step, rank, sent)
 
+    async def certify(self, step: int, rank: int, format_name: str, sent: int) -> list[MiniBatch] | WeightsWanted:
+        """See Session.certify."""
+        return await self.session.certify(step, rank, format_name, sent)
+
     async def evaluate(self, label: str, step: int, sent: int) -> float | WeightsWanted:
         """See Session.evaluate."""
         return await self.session.evaluate(label, step, sent)
@@ -196,9 +200,11 @@ class Coordinator:
         """See Session.report."""
         return await self.session.report(step, rank, result)
 
-    async def close(self, step: int, rank: int, seconds: dict[str, float], spans: list[Event]) -> None:
+    async def close(
+        self, step: int, rank: int, seconds: dict[str, float], figures: dict[str, float], spans: list[Event]
+    ) -> None:
         """See Session.close."""
-        await self.session.close(step, rank, seconds, spans)
+        await self.session.close(step, rank, seconds, figures, spans)
 
     async def state(self, step: int) -> dict:
         """Return Session.state, once the driver has written all events up to here: the files of a run that resumes

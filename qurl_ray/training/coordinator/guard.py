@@ -114,6 +114,7 @@ class Guard:
         best = memory.best if memory.best is not None and memory.best > 0 else None
         yield from _below("reward/mean", values.get("reward/mean"), config.reward_min, best)
         yield from _above("rollout/garbage_share", values.get("rollout/garbage_share"), config.garbage_max)
+        yield from _above("certificate/cost_least", values.get("certificate/cost_least"), config.cost_max)
         if not updated:
             return
         median = statistics.median(memory.norms) if len(memory.norms) >= config.window else math.inf

@@ -9,7 +9,7 @@ it, and all engines load and verify it. Waits for other actors have a deadline.
 
 import asyncio
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,16 +20,17 @@ from qurl_ray.actors.health import Health
 from qurl_ray.config import RunConfig
 from qurl_ray.engines.requests import derive_seed
 from qurl_ray.errors import QurlError
+from qurl_ray.evaluation.certificate import CostSequence, certificate_figures, certificate_sentence
 from qurl_ray.learner.batching import MiniBatch, plan
 from qurl_ray.learner.protocol import StepResult
 from qurl_ray.rendezvous import Rendezvous
-from qurl_ray.training.coordinator.collect import Collected, Collector
+from qurl_ray.training.coordinator.collect import CertificateAnswers, Collected, Collector
 from qurl_ray.training.coordinator.events import EventBuffer
 from qurl_ray.training.coordinator.figures import evaluation_figures, step_figures
 from qurl_ray.training.coordinator.guard import Guard
 from qurl_ray.training.messages import Directive, WeightsWanted
 from qurl_ray.training.totals import RunTotals
-from qurl_ray.types import Event, row_uid
+from qurl_ray.types import Event, Trajectory, row_uid
 from qurl_ray.weights.floor import ProbeFloor
 from qurl_ray.weights.gate import WeightGate
 
@@ -52,6 +53,8 @@ class _Step:
     """The collector's state after this step's prompts were drawn."""
     reported: tuple[list[StepResult], dict[str, Any]] | None = None
     """Updates of all ranks, and the step's figures so far."""
+    certificate: dict[str, asyncio.Task[CertificateAnswers]] = field(default_factory=dict)
+    """Answers of the step's certificate, by the format of the weights that drew them; none without a certificate."""
 
 
 class Session:
@@ -94,6 +97,8 @@ class Session:
         """Taker of the ranks' messages about weights."""
         changeable = config.rollout.quantization != "none" and not config.trains_through_codes
         self._guard = Guard(config.guard, can_change_precision=changeable)
+        self._costs = CostSequence.of(state["costs"]) if state and "costs" in state else CostSequence()
+        """Certificates since rollouts were last in full precision."""
         self._totals = RunTotals.of(state["totals"]) if state else RunTotals()
         if state:
             collector.restore(state["collector"])
@@ -124,7 +129,9 @@ class Session:
 
     def cancel(self) -> None:
         """Cancel all work under way, for ranks that are gone."""
-        for task in (*(step.shares for step in self._steps.values()), *self._evaluations.values()):
+        steps = self._steps.values()
+        answers = (task for step in steps for task in step.certificate.values())
+        for task in (*(step.shares for step in steps), *answers, *self._evaluations.values()):
             task.cancel()
 
     def state(self, step: int) -> dict:
@@ -133,6 +140,7 @@ class Session:
         return {
             "collector": self._steps[step].collector,
             "guard": self._guard.state(),
+            "costs": self._costs.state(),
             "probe_floor": self.gate.floor.state(),
             "totals": self._totals.state(),
         }
@@ -182,16 +190,38 @@ class Session:
                 f"{collected.uniform_groups} have equal rewards, the others failed; the step is skipped",
             )
             return [[] for _ in range(config.learner.workers)]
+        return self._planned(number, collected.groups, config.algorithm.updates_per_rollout)
+
+    def _planned(self, number: int, groups: list[list[Trajectory]], updates: int) -> _Shares:
+        config = self._config
         each = config.learner.sequence_parallel
         shares = plan(
-            collected.groups,
-            updates=config.algorithm.updates_per_rollout,
+            groups,
+            updates=updates,
             ranks=config.learner.workers // each,
             token_budget=config.learner.tokens_per_micro_batch * each,
             seed=derive_seed(config.seed, number, "plan"),
             packed=config.learner.packing,
         )
         return [share for share in shares for _ in range(each)]  # ranks of a sequence group have the same samples
+
+    async def certify(self, step: int, rank: int, format_name: str, sent: int) -> list[MiniBatch] | WeightsWanted:
+        """Return this rank's share of the answers to the problems of a step's certificate, as one mini-batch, or none
+        if an update could learn nothing from them.
+
+        Args:
+            format_name: format of the weights that the engines hold, and draw the answers with.
+            sent: as in `share`.
+        """
+        answers = self._steps[step].certificate
+        if format_name not in answers:
+            words = "full precision" if format_name == "none" else format_name
+            self._events.add(Event(kind="phase", step=step, message=f"certificate: answers in {words}"))
+            answers[format_name] = asyncio.ensure_future(self._collector.certificate_answers(step))
+        drawn = await self._stale.result_of(answers[format_name], sent)
+        if isinstance(drawn, WeightsWanted):
+            return drawn
+        return self._planned(step, drawn.groups, 1)[rank] if drawn.groups else []
 
     async def evaluate(self, label: str, step: int, sent: int) -> float | WeightsWanted:
         """Return the mean reward of greedy answers to the held-out problems, with the weights that the engines hold.
@@ -246,11 +276,13 @@ class Session:
         assert step.collected, "its shares were handed out"
         self._check_gradients(number, results[0])
         values = step_figures(number, step.collected, results, self._drawn_at)
-        directive = self._guard.judge(number, values)
+        directive = self._guard.judge(number, values | self._costs.bounds(width=self._reward_width))
         for message in directive.messages:
             self._events.warn(number, message)
         if directive.stop:
             self._stop.set()
+        if directive.full_precision:
+            self._costs = CostSequence()
         step.reported = results, values | directive.metrics
         return directive
 
@@ -268,15 +300,19 @@ class Session:
                 "and in the rewards; learner.compute=float32 has the widest range"
             )
 
-    async def close(self, step: int, rank: int, seconds: dict[str, float], spans: list[Event]) -> None:
-        """Report a rank's seconds by phase and its spans; the last rank completes the step's event."""
+    async def close(
+        self, step: int, rank: int, seconds: dict[str, float], figures: dict[str, float], spans: list[Event]
+    ) -> None:
+        """Report a rank's seconds by phase, its figures of the certificate, and its spans; the last rank completes the
+        step's event."""
         self._events.add(*spans)
-        await self._rendezvous.arrive(("close", step), rank, seconds, partial(self._finish, step))
+        await self._rendezvous.arrive(("close", step), rank, (seconds, figures), partial(self._finish, step))
 
-    async def _finish(self, number: int, times: list[dict[str, float]]) -> None:
+    async def _finish(self, number: int, closed: list[tuple[dict[str, float], dict[str, float]]]) -> None:
         step = self._steps[number]
         assert step.collected, "its shares were handed out"
         assert step.reported, "every rank has reported"
+        times, of_certificate = [seconds for seconds, _ in closed], closed[0][1]
         collected, (results, values) = step.collected, step.reported
         seconds = {key: max(rank.get(key, 0.0) for rank in times) for key in times[0]}
         seconds |= {key: max(r.seconds[key] for r in results) for key in ("logprob", "update")}
@@ -299,7 +335,13 @@ class Session:
         if results[0].skipped_updates:
             message = f"{results[0].skipped_updates} update(s) skipped: the gradient was not finite"
             self._events.warn(number, message)
+        if step.certificate:
+            answers = [await task for task in step.certificate.values()]
+            certificate = await asyncio.to_thread(self._certificate, *answers) | of_certificate
+            values |= certificate
         self._count(Event(kind="step", step=number, values=values))
+        if step.certificate:
+            self._events.tell("info", certificate_sentence(certificate), step=number)
         self._events.add(Event(kind="prompts", step=number, values={"uids": collected.prompts}))
         if collected.shown:
             proximal = {uid: logprobs for result in results for uid, logprobs in result.proximal.items()}
@@ -309,6 +351,20 @@ class Session:
                 sample["proximal_logprobs"] = _placed(np.concatenate(rows), sample["logprobs"]) if rows else None
             self._events.add(Event(kind="samples", step=number, values={"samples": collected.shown}))
         step.collected = step.reported = None  # only the collector's state is still needed
+
+    def _certificate(self, full: CertificateAnswers, rolled: CertificateAnswers) -> dict[str, float]:
+        """Add the answers in full precision and those as rolled out to the sequence. Return the certificate's
+        figures."""
+        limits = self._config.evaluation.certificate.reward_range
+        costs_PG = np.clip(full.rewards_PG, *limits) - np.clip(rolled.rewards_PG, *limits)
+        self._costs = self._costs.add(costs_PG[~np.isnan(costs_PG)], width=self._reward_width)
+        figures = certificate_figures(costs_PG, list(zip(full.token_ids, rolled.token_ids, strict=True)))
+        return figures | self._costs.bounds(width=self._reward_width) | {"certificate/pairs": self._costs.pairs}
+
+    @property
+    def _reward_width(self) -> float:
+        least, most = self._config.evaluation.certificate.reward_range
+        return most - least
 
     def _count(self, event: Event) -> None:
         """Add a step or an evaluation to the totals and to the events."""

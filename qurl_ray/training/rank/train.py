@@ -318,13 +318,19 @@ class RankLoop:
         rollouts = "none" if directive.full_precision else config.rollout.quantization
         lora = config.learner.lora
         moved = bool(mini_batches) or self._sender.sent != rollouts or bool(lora and lora.noise)
-        seconds = {"wait": waited, "sync": self.send(rollouts) if moved else 0.0}
+        seconds, figures, certified = {"wait": waited}, dict[str, float](), time.perf_counter()
+        every = config.evaluation.certificate.every
+        if every and step % every == 0 and rollouts != "none":
+            figures, seconds["sync"] = self.certify(step, rollouts)
+            seconds["certificate"] = time.perf_counter() - certified - seconds["sync"]
+        else:
+            seconds["sync"] = self.send(rollouts) if moved else 0.0
         seconds["step"] = time.perf_counter() - started
         if config.learner.offload_while_waiting:
             seconds["turns"], self._turns.seconds = self._turns.seconds, 0.0
         if self._rank == 0:
             self.spans.past(STEPS, "step", seconds["step"])
-        call = self._coordinator.close.remote(step, self._rank, seconds, self.spans.events())
+        call = self._coordinator.close.remote(step, self._rank, seconds, figures, self.spans.events())
         wait(call, limit, f"the end of step {step}")
         return True
 
@@ -333,6 +339,20 @@ class RankLoop:
         self._turns.take(Turn.SYNC)
         with self.spanning("sync"):
             return self._sender.send(format_name)
+
+    def certify(self, step: int, rollouts: str) -> tuple[dict[str, float], float]:
+        """Have engines answer the problems of a step's certificate in full precision, then with the weights of the next
+        rollouts. Return figures of the gradients, if this learner compares them, and the seconds of the last sync."""
+        shares = {}
+        for format_name in ("none", rollouts):
+            synced = self.send(format_name)
+            ask = partial(self._coordinator.certify.remote, step, self._rank, format_name)
+            shares[format_name] = self._attend(ask, f"the certificate of step {step}")
+        self._turns.take(Turn.LEARN)
+        with self._watchdog.during(f"certificate of step {step}", self._config.learner.timeout_s):
+            figures = self._learner.compare_gradients(shares["none"], shares[rollouts])
+        self._turns.take(Turn.SYNC)
+        return figures, synced
 
     def evaluate(self, label: str, step: int) -> float:
         """Return the mean held-out reward of the weights that the engines hold."""

@@ -163,6 +163,30 @@ def test_no_random_stream_is_used_twice_over_samples_rounds_and_steps(collector)
     assert len({request.seed for request in fleet.requests}) == len(fleet.requests)
 
 
+def test_both_samples_of_a_certificate_are_of_the_same_problems_and_noise(collector):
+    fleet = Fleet()
+    drawing = collector("evaluation.certificate.prompts=3", "rollout.temperature=0.7", fleet=fleet)
+    before = drawing.state()
+    first, again, later = (asyncio.run(drawing.certificate_answers(step)) for step in (4, 4, 8))
+    assert drawing.state() == before  # the prompts of training are those of a run without certificates
+    count = (3 + 2) * G  # there are two held-out problems
+    seeds = [[(r.uid, r.seed) for r in fleet.requests[i * count :][:count]] for i in range(3)]
+    assert len(fleet.requests) == 3 * count
+    assert seeds[0] == seeds[1]
+    assert not set(seeds[0]) & set(seeds[2])
+    assert {uid for uid, _ in seeds[0][3 * G :: G]} == {f"{problem.uid}/0" for problem in SUMS[:2]}
+    assert {r.sampling.temperature for r in fleet.requests} == {0.7}
+    assert first.rewards_PG.tolist() == again.rewards_PG.tolist() == [[0] * G, *[[0] * (G - 1) + [1]] * 4]
+    assert [len(ids) for ids in later.token_ids[:4]] == [1, 2, 3, 4]
+    assert [[s.advantage > 0 for s in group] for group in first.groups] == [[False, False, True]] * 2
+
+
+def test_failed_rewards_of_a_certificate_are_no_rewards(collector):
+    drawing = collector("evaluation.certificate.prompts=1", verifiers=Script([(0, None, 1), (1, 1, 1)]))
+    found = asyncio.run(drawing.certificate_answers(1))
+    assert np.isnan(found.rewards_PG).tolist() == [[False, True, False], [False] * 3]
+
+
 def test_prompts_that_replace_uniform_groups_come_last_and_one_too_many_is_left_out(collect):
     mixed, uniform = (0, 0, 1), (0, 0, 0)
     script = Script([uniform, mixed, mixed, mixed], [mixed, mixed])  # 3 of 4 groups survive: 2 prompts for 1 group

@@ -25,6 +25,7 @@ HEALTHY = {
     "clip/upper": 0.01,
     "clip/lower": 0.02,
     "policy/entropy": 0.5,
+    "certificate/cost_least": -0.02,
 }
 SKIPPED = {"reward/mean": 0.5, "rollout/garbage_share": 0.0, "grad_norm": math.nan}
 BEYOND = {
@@ -36,9 +37,10 @@ BEYOND = {
     "grad_norm": 50.0,
     "reward/mean": 0.1,
     "policy/entropy": 0.01,
+    "certificate/cost_least": 0.2,
     "rollout/garbage_share": 0.9,
 }
-EVERYTHING = GuardConfig(rho_max=100.0, entropy_min=0.1)
+EVERYTHING = GuardConfig(rho_max=100.0, entropy_min=0.1, cost_max=0.1)
 QUICK = GuardConfig(window=4, patience=2, calm_steps=3, precision_steps=5, trips=2)
 BAD = HEALTHY | {"mismatch/kl": 0.5}
 
@@ -113,6 +115,7 @@ FIELDS = {
     "grad_norm": "grad_norm_max",
     "reward/mean": "reward_min",
     "policy/entropy": "entropy_min",
+    "certificate/cost_least": "cost_max",
     "rollout/garbage_share": "garbage_max",
 }
 
@@ -178,11 +181,12 @@ def test_skipped_steps_neither_count_nor_calm():
     assert levels(run(guard, [HEALTHY] * 2 + [SKIPPED] * 30 + [HEALTHY])) == [1] * 32 + [0]
 
 
-def test_a_reward_that_collapses_counts_in_skipped_steps_too():
+@pytest.mark.parametrize("bad", [{"reward/mean": 0.0}, {"certificate/cost_least": 0.2}], ids=str)
+def test_a_reward_that_collapses_counts_in_skipped_steps_too(bad):
     """All answers wrong: no group is left to learn from, in every step."""
-    guard = Guard(GuardConfig())
+    guard = Guard(EVERYTHING)
     run(guard, [HEALTHY] * 20)
-    assert levels(run(guard, [SKIPPED | {"reward/mean": 0.0}] * 5, 21))[-1] == 1
+    assert levels(run(guard, [SKIPPED | bad] * 5, 21))[-1] == 1
 
 
 # --- the ladder --------------------------------------------------------------------------------------------------

@@ -1,17 +1,19 @@
 """What a session announces of a step."""
 
 import asyncio
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import QurlError
-from qurl_ray.training.coordinator.collect import Collected
+from qurl_ray.training.coordinator.collect import CertificateAnswers, Collected
 from qurl_ray.training.coordinator.events import EventBuffer
-from qurl_ray.training.coordinator.session import Session
+from qurl_ray.training.coordinator.session import Session, _Step
 from tests.training.coordinator.test_figures import RESULT
 
 
@@ -44,14 +46,75 @@ def test_a_step_whose_answers_do_not_end_is_announced():
 
     async def finish():
         session = Session(config, None, fleet, events, asyncio.Event())
-        step = SimpleNamespace(collected=Collected(), reported=([result], {"rollout/truncated_share": 1.0}))
+        step = SimpleNamespace(
+            collected=Collected(), reported=([result], {"rollout/truncated_share": 1.0}), certificate={}
+        )
         session._steps[1] = step
-        await session._finish(1, [{}])
+        await session._finish(1, [({}, {})])
 
     asyncio.run(finish())
     assert [event.message[:40] for event in events.take() if event.kind == "warning"] == [
         "100% of the answers do not end within ro"
     ]
+
+
+class Answers:
+    """Has one answer to each problem. Full precision is always right; a coarse format never."""
+
+    held_out_sets = ()
+
+    def __init__(self, config) -> None:
+        self._full = True
+
+    def restore(self, state) -> None:
+        """Do nothing."""
+
+    async def certificate_answers(self, step):
+        reward, self._full = float(self._full) * 3, not self._full
+        return CertificateAnswers(rewards_PG=np.full((64, 1), reward), token_ids=[np.arange(3)] * 64, groups=[])
+
+
+def certified(session, step):
+    """Make a certificate, and return its event and sentence."""
+
+    async def draw():
+        for name in ("none", "int4"):
+            assert await session.certify(step, 0, name, 0) == []
+        await session._finish(step, [({}, {"certificate/gradient_cosine": 0.5, "certificate/gradient_ratio": 2.0})])
+
+    result = replace(RESULT, seconds={"logprob": 0.0, "update": 0.0})
+    session._steps[step] = _Step(
+        shares=None, collected=Collected(), reported=([result], {"rollout/truncated_share": 0.0})
+    )
+    asyncio.run(draw())
+    told = session._events.take()
+    (event,) = (event for event in told if event.kind == "step")
+    (sentence,) = (event.message for event in told if event.message.startswith("certificate: at"))
+    return event.values, sentence
+
+
+def test_a_certificate_of_a_coarse_format_says_so_and_the_guard_acts_until_full_precision():
+    settings = ["guard.cost_max=0.3", "guard.patience=1", "guard.window=1", "evaluation.certificate.every=1"]
+    config, events = load_config(None, [*settings, "sync.probe_tokens=0", "guard.trips=1"]), EventBuffer()
+    fleet = SimpleNamespace(those=lambda *_: [], counts=SimpleNamespace(deaths=0, repeated=0, hedged=0))
+
+    def session(state=None) -> Session:
+        return Session(config, Answers(config), fleet, events, asyncio.Event(), state=state)
+
+    one = session()
+    values, sentence = certified(one, 1)
+    assert (values["certificate/cost"], values["certificate/pairs"]) == (1.0, 64)  # 3 counts as 1, the range's end
+    assert values["certificate/cost_least"] > 0.4
+    assert values["certificate/gradient_ratio"] == 2.0
+    assert "at most 1 of reward" in sentence
+    assert "in this one 1 [1, 1]" in sentence
+    healthy = {"mismatch/kl": 0.01, "reward/mean": 0.5}
+    bounds = one._costs.bounds(width=1.0)
+    assert [int(one._guard.judge(step, healthy | bounds).level) for step in (2, 3, 4)] == [1, 2, 3]
+    assert one._guard.judge(5, healthy).messages == ()  # in full precision, nothing is certified
+    resumed = session(json.loads(json.dumps(one.state(1))))
+    assert certified(resumed, 2)[0]["certificate/pairs"] == 128
+    assert certified(one, 2)[0]["certificate/cost_least"] == resumed._costs.bounds(width=1.0)["certificate/cost_least"]
 
 
 def steps_until_the_end(norms, *settings):
