@@ -175,6 +175,35 @@ _MISMATCH = (
         absent="",
     ),
     Chart(
+        "Cost of quantization",
+        "Reward in full precision minus reward as rolled out, at the same weights, with a 95 % interval over problems. "
+        "At most and at least bound the mean over the certificates so far, at every look. They say nothing on the "
+        "course of training.",
+        (
+            Panel(
+                (
+                    Series(
+                        "in this certificate", "certificate/cost", 1, "certificate/cost_low", "certificate/cost_high"
+                    ),
+                    Series("at most", "certificate/cost_most", 2, dashed=True),
+                    Series("at least", "certificate/cost_least", 3, dashed=True),
+                ),
+                "reward",
+                sparse=True,
+            ),
+            Panel(
+                (
+                    Series("equal tokens", "certificate/equal_tokens", 4),
+                    Series("cosine of gradients", "certificate/gradient_cosine", 5),
+                    Series("ratio of their norms", "certificate/gradient_ratio", 1, dashed=True),
+                ),
+                "1 if nothing is lost",
+                sparse=True,
+            ),
+        ),
+        absent="",
+    ),
+    Chart(
         "Codes changed by a sync",
         "At 0, the quantized policy does not change although the learner does.",
         (Panel((Series("codes changed", "sync/codes_changed"),), "of the weight codes", percent=True, zero=True),),

@@ -289,6 +289,9 @@ def _mismatches(runs: Sequence[Run]) -> Iterator[Measure]:
     }
     for label, key in means.items():
         yield Measure(label=label, cells=[_mean(run.values(key)) for run in runs], note="mean of the steps")
+    most = [run.values("certificate/cost_most") for run in runs]
+    note = "reward, at 95 %, over the certificates, at their weights"
+    yield Measure(label="cost of quantization, at most", cells=[_end(lambda v: v[-1], v) for v in most], note=note)
     yield Measure(label="smallest effective sample size", cells=[_end(min, run.values("mismatch/ess")) for run in runs])
     yield Measure(label="largest rho", cells=[_end(max, run.values("mismatch/max_rho")) for run in runs])
     shares = [[clipped(step) for _, step in run.record.rows] for run in runs]

@@ -70,6 +70,14 @@ def cells(comparison, title: str) -> dict[str, list[str]]:
     return {measure.label: measure.cells for measure in comparison.tables[title]}
 
 
+def test_the_last_bound_on_the_cost_of_quantization_is_a_line(tmp_path):
+    bounds = {"certificate/cost_most": 0.04, "certificate/pairs": 128}, {"certificate/cost_most": 0.02}
+    a_run(tmp_path / "a", [step(1, **bounds[0]), step(2), step(3, **bounds[1]), step(4)], summary=FINISHED)
+    a_run(tmp_path / "b", whole(), summary=FINISHED)
+    found = cells(compared(tmp_path, "a", "b"), "Mismatch and clipping")
+    assert found["cost of quantization, at most"] == ["0.02", "–"]
+
+
 def test_the_table_says_what_the_runs_reached_how_fast_and_how_far_apart(tmp_path):
     a_run(tmp_path / "a", whole(), summary=FINISHED)
     a_run(tmp_path / "b", whole(after="1111"), summary=FINISHED, rollout={"quantization": "none"})

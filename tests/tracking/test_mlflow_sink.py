@@ -102,6 +102,8 @@ def test_a_busy_server_is_worth_another_try_and_a_refusal_is_not():
 
 # What runs of different versions are compared by: a name that goes, or changes, parts them. New ones may be added.
 STABLE = """
+    certificate/cost certificate/cost_least certificate/cost_most certificate/equal_tokens certificate/gradient_cosine
+    certificate/gradient_ratio
     mismatch/routes_differing router/idle_experts router/load
     acr_active_tokens clip/dual clip/lower clip/upper clip/upper_negative fleet/deaths fleet/healthy fleet/hedged
     fleet/repeated_requests grad_norm guard/beyond guard/level lr mismatch/dropped mismatch/ess mismatch/kl
