@@ -85,6 +85,8 @@ def _over_ranks(attention: Callable[..., tuple[torch.Tensor, None]]) -> Callable
         if division is None:
             return attention(module, query, key, value, *args, **options)
         of_heads = division.to_heads(query, key, value)
+        if (sinks := options.get("s_aux")) is not None:
+            options["s_aux"] = sinks[division.heads(len(sinks))]
         out, _ = attention(module, *of_heads, *args, **options | {"position_ids": division.positions_1N})
         return division.to_tokens(out, query.shape[1]), None
 
@@ -102,6 +104,7 @@ def invariant_attention(
     scaling: float,
     position_ids: torch.Tensor,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
     packing: Packing | None = None,
     sharing: Sharing | None = None,
@@ -109,12 +112,15 @@ def invariant_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return softmax(scaling · query · keyᵀ, over keys j ≤ position) · value.
 
+    With sinks, as gpt-oss has them, each head has one key more, of a learned score, and without a value.
+
     The signature is that of a transformers attention function. Key j of a sequence must be its token at position j.
 
     Args:
         query: [B, heads, T, d].
         key, value: [B, key heads, S, d].
         position_ids: [B, T] or [1, T], position of each query in its sequence.
+        s_aux: score of each head's sink, [heads].
         packing: layout of the sequences, if the row (B = 1, S = T) holds several; none sees another.
         sharing: layout of the sequences, if they share their prompts.
 
@@ -126,7 +132,7 @@ def invariant_attention(
     """
     _refuse(attention_mask, dropout, others)
     key, value = _as_stored(module, key, value)
-    attend = partial(_one_sequence, scaling=scaling, sliding_window=sliding_window)
+    attend = partial(_one_sequence, scaling=scaling, sliding_window=sliding_window, sinks=s_aux)
     if sharing is not None:
         return sharing.attend(attend, query, key, value), None
     if packing is None:
@@ -144,13 +150,14 @@ def _one_sequence(
     *,
     scaling: float,
     sliding_window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compute invariant_attention without packing, in chunks of queries that are recomputed in the backward pass."""
     length = key.shape[2]
     if length % KEY_MULTIPLE:
         padding = (0, 0, 0, round_up(length) - length)
         key, value = pad(key, padding), pad(value, padding)
-    attend = partial(_scores_at_once, scaling=scaling, sliding_window=sliding_window)
+    attend = partial(_scores_at_once, scaling=scaling, sliding_window=sliding_window, sinks=sinks)
     if query.shape[2] <= QUERY_CHUNK:
         return attend(query, key, value, position_ids)
     if torch.is_grad_enabled():
@@ -171,6 +178,7 @@ def _scores_at_once(
     *,
     scaling: float,
     sliding_window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return [B, T, heads, d] from [B, heads, T, d] and a multiple of KEY_MULTIPLE keys, by the module's rules."""
     B, H, T, d = query.shape
@@ -183,26 +191,40 @@ def _scores_at_once(
     rows = (query * scaling).reshape(B * KV, groups * (T + added), d)
     scores = _bmm(rows, key.reshape(B * KV, S, d).transpose(1, 2), rule)
     hidden = hidden_keys(positions, S, sliding_window)
-    weights = _Visible.apply(scores.view(B, KV, groups, -1, S), hidden[:, None, None]).view(B * KV, -1, S)
+    sinks = None if sinks is None else sinks.to(scores.dtype).view(KV, groups, 1, 1)
+    weights = _Visible.apply(scores.view(B, KV, groups, -1, S), hidden[:, None, None], sinks).view(B * KV, -1, S)
     out = _weighted(weights, value.reshape(B * KV, S, d), rule)
     return out.view(B, H, -1, d)[:, :, :T].transpose(1, 2).contiguous()
 
 
 class _Visible(torch.autograd.Function):
-    """Softmax of scores over their last axis, without the hidden ones. These are overwritten: nothing else reads them.
-    Hidden keys have probability 0, and so a gradient of 0 without another mask."""
+    """Softmax of scores [B, KV, groups, T, S] over their last axis, without the hidden ones. These are overwritten:
+    nothing else reads them. Hidden keys have probability 0, and so a gradient of 0 without another mask.
+
+    Sinks [KV, groups, 1, 1] are scores of keys that take part, and that the result lacks. They come first, in
+    KEY_MULTIPLE places, so that a sum's order does not depend on S."""
 
     @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        weights = torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1)
+    def forward(ctx: Any, scores: torch.Tensor, hidden: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        scores.masked_fill_(hidden, -torch.inf)
+        first = 0
+        if sinks is not None:
+            first = KEY_MULTIPLE
+            before = pad(sinks, (0, first - 1), value=-torch.inf).expand(*scores.shape[:-1], first)
+            scores = torch.cat((before, scores), dim=-1)
+        weights = torch.softmax(scores, dim=-1)
         ctx.save_for_backward(weights)
-        return weights
+        return weights[..., first:]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None]:
         (weights,) = ctx.saved_tensors
-        return torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype), None
+        first = weights.shape[-1] - grad.shape[-1]
+        if first:
+            grad = pad(grad, (first, 0))
+        grad = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
+        return grad[..., first:], None, grad[..., :1].sum(dim=(0, 3))[..., None] if first else None
 
 
 def hidden_keys(positions_BT: torch.Tensor, keys: int, sliding_window: int | None = None) -> torch.Tensor:
@@ -345,7 +367,7 @@ def _as_stored(module: Any | None, key: torch.Tensor, value: torch.Tensor) -> tu
 
 
 def unknown_options(options: Mapping[str, object]) -> list[str]:
-    """Return the names of options that a model gives its attention, and that would be left out here: sinks, caps, …"""
+    """Return the names of options that a model gives its attention, and that would be left out here: caps, …"""
     return [name for name, given in options.items() if given is not None and name not in _IDLE]
 
 

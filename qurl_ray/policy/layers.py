@@ -1,8 +1,9 @@
 """Check that every layer of a model is of a kind that engine and learner compute, by one forward pass without data.
 
 A model is taken because each of its layers is known, not because none is known to be bad:
-- parameters belong to linears, embeddings and norms alone (not to convolutions, recurrences, experts, sinks);
+- parameters belong to linears, embeddings and norms alone (not to convolutions, recurrences, experts), but for sinks;
 - each layer calls the shared attention once, causally, with options that this has, and stores keys of one shape;
+- sinks are those that the attention is given;
 - its window is the one that the settings name;
 - logits are the head's output, and the head's input the final states, as policy.logprobs computes them.
 """
@@ -21,7 +22,7 @@ from qurl_ray.policy.settings import BEHIND_HEAD, head_dim
 
 _TRACE = "qurl_trace"
 _TOKENS = 4
-_COMPUTED = {"dropout", "scaling", "sliding_window"}
+_COMPUTED = {"dropout", "scaling", "sliding_window", "s_aux"}
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
@@ -30,6 +31,11 @@ def window_of(config: PreTrainedConfig) -> int | None:
         return None
     types = getattr(config, "layer_types", None)
     return config.sliding_window if types is None or "sliding_attention" in types else None
+
+
+def has_sinks(model: PreTrainedModel) -> bool:
+    """Return True if the model's attention has sinks."""
+    return any("sinks" in module._parameters for module in model.modules())
 
 
 def check_layers(model: PreTrainedModel, source: str) -> None:
@@ -49,7 +55,7 @@ def _fault(model: PreTrainedModel) -> str | None:
     config = model.config
     for name, module in model.named_modules():
         known = isinstance(module, nn.Linear | nn.Embedding | Conv1D) or "Norm" in type(module).__name__
-        if not known and next(module.parameters(recurse=False), None) is not None:
+        if not known and {leaf for leaf, _ in module.named_parameters(recurse=False)} - {"sinks"}:
             return f"{name} is a {type(module).__name__}, a kind of layer that is not known here"
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     for index, kind in enumerate(types):
@@ -118,6 +124,8 @@ def _trace(
         fault = "is not causal"
     elif options.get("position_ids") is None:
         fault = "does not tell its attention the positions"
+    elif options.get("s_aux") is not module._parameters.get("sinks"):
+        fault = "has sinks that its attention is not given, or others"
     elif unknown:
         fault = f"gives its attention an option that is not known here: {', '.join(unknown)}"
     elif (key.shape[1], key.shape[3], value.shape[3]) != (heads, head_dim(config), head_dim(config)):

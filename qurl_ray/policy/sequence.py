@@ -106,6 +106,10 @@ class Division:
             key, value = key[:, of_heads], value[:, of_heads]
         return query, key, value
 
+    def heads(self, count: int) -> slice:
+        """Return this rank's heads, of so many."""
+        return slice(*_spans(count, self.group.ranks)[self.group.rank])
+
     def to_tokens(self, out: torch.Tensor, heads: int) -> torch.Tensor:
         """Return the attention of this rank's tokens, [1, n, heads, d], from that of its heads, [1, N, h, d].
         Collective."""

@@ -66,6 +66,46 @@ def test_a_sliding_window_hides_older_keys():
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("length", "chunk"), [(1, 256), (16, 256), (45, 256), (150, 64)])
+def test_a_sink_takes_its_share_of_each_heads_probability(length, chunk, window):
+    """Independent: a softmax over scores and sink in float64, and its gradient by autograd."""
+    parts = [part.requires_grad_() for part in (*random_heads(3, length=length, kv_heads=2), SINKS.clone())]
+    query, key, value, sinks = (part.double() for part in parts)
+    scores = query @ key.repeat_interleave(2, dim=1).transpose(2, 3) * 32**-0.5
+    places = torch.arange(length)
+    hidden = places > places[:, None]
+    if window:
+        hidden |= places <= places[:, None] - window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    all_scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, length, 1)], dim=-1)
+    expected = (all_scores.softmax(-1)[..., :-1] @ value.repeat_interleave(2, dim=1)).transpose(1, 2)
+    with chunks_of(chunk):
+        found = attend(*parts[:3], places[None], s_aux=parts[3], sliding_window=window)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+        for own, reference in zip(gradients(found, *parts), gradients(expected, *parts), strict=True):
+            torch.testing.assert_close(own, reference, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.equal_bits
+@pytest.mark.parametrize("window", [None, 20])
+def test_with_sinks_no_bit_depends_on_what_else_is_computed(window):
+    query, key, value = random_heads(4, length=300, kv_heads=2)
+    options = {"s_aux": SINKS, "sliding_window": window}
+    whole = attend(query, key, value, torch.arange(300)[None], **options)
+    for at in (0, 3, 15, 16, 47, 127, 128, 255, 256, 299):  # a decode step: one query, keys up to it, other rows beside
+        parts = query[:, :, at : at + 1], key[:, :, : at + 1], value[:, :, : at + 1]
+        assert torch.equal(attend(*parts, torch.tensor([[at]]), **options), whole[:, at : at + 1])
+        alone = (part[:1] for part in parts)
+        assert torch.equal(attend(*alone, torch.tensor([[at]]), **options), whole[:1, at : at + 1])
+    rows = [torch.cat([part[:1, :, :70], part[1:, :, :33]], dim=2) for part in (query, key, value)]
+    packed = attend(*rows, positions_of(70, 33), packing=packing_of(70, 33), **options)
+    assert torch.equal(packed[0], torch.cat([whole[0, :70], whole[1, :33]]))
+
+
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("kv_heads", [2, 4], ids=["grouped", "ungrouped"])
 @settings(max_examples=25, deadline=None)

@@ -57,7 +57,7 @@ def test_models_of_known_layers_are_taken_as_they_were(kind):
         ("recurrent_gemma", {}, "is a Conv1d"),
         ("rwkv", {}, "is a RwkvSelfAttention"),
         ("diffllama", {}, "is a DiffLlamaAttention"),
-        ("gpt_oss", {"num_local_experts": 1}, "is a GptOssAttention"),  # attention sinks
+        ("gpt_oss", {"num_local_experts": 1}, "is a GptOssTopKRouter"),  # one expert is no mixture
         ("gemma2", {"final_logit_softcapping": None}, "layer 0 gives its attention an option .*: softcap"),
         ("gemma2", {"attn_logit_softcapping": None}, "its logits are not the output of its head"),
         ("nanochat", {}, "its logits are not the output of its head"),
@@ -85,7 +85,7 @@ def test_the_attention_leaves_out_no_option_that_it_is_given(attention):
     query = torch.zeros(1, 2, 3, 16)
     places = torch.arange(3)[None]
     attention(None, query, query, query, scaling=1.0, position_ids=places, use_cache=False, softcap=None)
-    for name in ("s_aux", "softcap", "an option of tomorrow"):
+    for name in ("softcap", "an option of tomorrow", *(["s_aux"] if attention is varlen_attention else [])):
         with pytest.raises(ValueError, match=f"has no option {name}"):
             attention(None, query, query, query, scaling=1.0, position_ids=places, **{name: 1.0})
 
@@ -100,6 +100,25 @@ def test_windows_and_a_learner_on_a_gpu_are_refused_before_the_start(kind, optio
     check_model(load_config(None, [*given, "model.max_length=8"]), model)
     check_model(load_config(None, [*given, "learner.device=cpu"]), model)
     assert VARLEN  # whose own refusal would come in the middle of a run
+
+
+def with_sinks():
+    model = outline_of("llama")
+    for layer in model.model.layers:
+        layer.self_attn.sinks = torch.nn.Parameter(torch.zeros(4, device="meta"))
+    return model
+
+
+def test_sinks_that_the_attention_does_not_get_are_refused():
+    with pytest.raises(ConfigError, match="layer 0 has sinks that its attention is not given"):
+        check_layers(with_sinks(), "it")
+
+
+def test_sinks_and_a_learner_on_a_gpu_are_refused_before_the_start():
+    given = ["model.type=pretrained", "model.path=x", "rollout.quantization=none"]
+    with pytest.raises(ConfigError, match="attention on a GPU has no sinks, and LlamaForCausalLM has some"):
+        check_model(load_config(None, [*given, "learner.device=cuda"]), with_sinks())
+    check_model(load_config(None, given), with_sinks())
 
 
 def test_windows_are_those_of_layers_that_have_one():

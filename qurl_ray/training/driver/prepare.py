@@ -31,7 +31,7 @@ from qurl_ray.policy.adapters import adapters_of, add_adapters, load_adapter, re
 from qurl_ray.policy.experts import mixture_of
 from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.gguf import cached_gguf_policy, converted
-from qurl_ray.policy.layers import window_of
+from qurl_ray.policy.layers import has_sinks, window_of
 from qurl_ray.policy.load import Outline, load_tokenizer, outline
 from qurl_ray.policy.save import policy_folder
 from qurl_ray.policy.settings import head_dim
@@ -369,6 +369,8 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
             f"{kind} is a mixture of experts, which rollout.engine={config.rollout.engine} does not have: set "
             "rollout.engine=torch"
         )
+    if config.learner.device == "cuda" and has_sinks(model):
+        raise ConfigError(f"the learner's attention on a GPU has no sinks, and {kind} has some: use another model")
     window, longest = window_of(model.config), config.model.max_length or model.config.max_position_embeddings
     if window and config.learner.device == "cuda" and longest > window:
         raise ConfigError(

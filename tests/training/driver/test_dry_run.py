@@ -213,7 +213,7 @@ SHAPE = {
 UNKNOWN = {
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, [], "is a Conv1d, a kind of layer that is not known"),
     "qwen3_5_text": ({}, [], "is a Qwen3_5GatedDeltaNet, a kind of layer that is not known"),
-    "gpt_oss": ({"num_local_experts": 1}, [], "is a GptOssAttention, a kind of layer that is not known"),
+    "gpt_oss": ({"num_local_experts": 1}, [], "is a GptOssTopKRouter, a kind of layer that is not known"),
     "mistral": ({"sliding_window": 8}, ["learner.device=cuda"], "the model has one of 8 tokens"),
 }
 
