@@ -4,6 +4,9 @@
     y = Σ_j w_j · expert_{e_j}(x)    w = p at e_1 … e_k, divided by their sum in most architectures
       + sigmoid(gate(x)) · shared_expert(x)    where there is an expert for all tokens
 
+gpt-oss takes the k largest logits, and w is the softmax of these alone; its router and its experts have biases, and its
+experts compute down(g · sigmoid(α g) · (u + 1)) with g = min(gate(x), limit) and u = up(x) between ±limit.
+
 transformers holds all experts of a layer in two three-dimensional parameters, and multiplies with them in ways whose
 bits depend on the batch. Here each expert is three linears of its own, under the names of the hub's checkpoints. So
 codes, equalization, deltas, adapters and exports treat an expert as they treat any linear, and none can be left out.
@@ -24,6 +27,7 @@ from qurl_ray.errors import ConfigError
 from qurl_ray.numerics.activations import sigmoid
 from qurl_ray.numerics.products import ExactLinear, Linear, linear
 
+GPT_OSS = "gpt_oss"
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Settings with which architectures count their experts."""
 
@@ -58,17 +62,35 @@ _KINDS = {
         normalizes=True,
         stored={".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."},
     ),
+    GPT_OSS: _Kind(
+        experts="num_local_experts",
+        width="intermediate_size",
+        normalizes=True,
+        stored={".mlp.gate.": ".mlp.router."},  # experts: policy.stacked
+    ),
 }
 
 
 _MISSING = {
     "deepseek_v3": "shared experts, latent attention and routing by groups",
     "glm4_moe": "shared experts and routing by sigmoids",
-    "gpt_oss": "sinks in attention, and clamped experts with biases",
     "qwen3_5_moe_text": "recurrent layers, for whose state caches and packed rows have no place, and shared experts",
     "qwen3_next": "recurrent layers, for whose state caches and packed rows have no place, and shared experts",
 }
 """Parts of other architectures that are not here, by model_type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clamp:
+    """Numbers of the activation of gpt-oss's experts."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Return g · sigmoid(alpha · g) · (u + 1), g = min(gate, limit), u = up between ±limit."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * sigmoid(gate * self.alpha) * (up + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +107,9 @@ class Mixture:
     """The weights of a token's experts add up to 1."""
     shared: int = 0
     """Width of the hidden layer of the expert for all tokens; 0 if there is none."""
+    clamp: Clamp | None = None
+    """The activation of gpt-oss, which comes with biases and a softmax over the chosen experts alone; None for an MLP
+    without biases, and a softmax over all of them."""
 
 
 def mixture_of(config: PreTrainedConfig) -> Mixture | None:
@@ -112,6 +137,7 @@ def mixture_of(config: PreTrainedConfig) -> Mixture | None:
         width=getattr(config, kind.width),
         normalizes=normalizes,
         shared=getattr(config, kind.shared) if kind.shared else 0,
+        clamp=Clamp(alpha=config.swiglu_alpha, limit=config.swiglu_limit) if config.model_type == GPT_OSS else None,
     )
     if not 1 <= mixture.active <= mixture.experts:
         raise ConfigError(f"num_experts_per_tok={mixture.active}, and there are {mixture.experts} experts")
@@ -119,7 +145,7 @@ def mixture_of(config: PreTrainedConfig) -> Mixture | None:
 
 
 def stored_name(config: PreTrainedConfig, name: str) -> str:
-    """Return the name of a parameter in the hub's checkpoints of this architecture."""
+    """Return the name of a parameter in the hub's checkpoints of this architecture, if they hold it by itself."""
     kind = _KINDS.get(config.model_type)
     if kind and ".mlp." in name:
         for own, stored in kind.stored.items():
@@ -128,12 +154,13 @@ def stored_name(config: PreTrainedConfig, name: str) -> str:
 
 
 class Router(ExactLinear):
-    """Logits of the experts for each token [N, d], float32 [N, E]. Its weight stays in float32 and is never quantized,
-    as a last bit may change a route."""
+    """Logits of the experts for each token [N, d], float32 [N, E]. Its parameters stay in float32 and are never
+    quantized, as a last bit may change a route."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.autocast(input.device.type, enabled=False):
-            return linear(input.float(), self.weight.float())
+            bias = None if self.bias is None else self.bias.float()
+            return linear(input.float(), self.weight.float(), bias)
 
 
 def choose(
@@ -141,6 +168,7 @@ def choose(
     active: int,
     *,
     normalizes: bool,
+    of_chosen: bool = False,
     replayed_Nk: torch.Tensor | None = None,
     replayed_weights_Nk: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -149,15 +177,18 @@ def choose(
     Args:
         logits_NE: a Router's, float32.
         normalizes: the weights of a token's experts add up to 1.
+        of_chosen: the weights are the softmax over the logits of the token's experts alone.
         replayed_Nk: experts to take in place of the router's own; its own are taken for tokens with -1.
         replayed_weights_Nk: weights of these experts to take in place of the router's.
     """
-    probs_NE = logits_NE.softmax(dim=-1)
+    values_NE = logits_NE if of_chosen else logits_NE.softmax(dim=-1)
     # Not topk, which promises no order among equal ones.
-    own_Nk = probs_NE.sort(dim=-1, descending=True, stable=True).indices[:, :active]
+    own_Nk = values_NE.sort(dim=-1, descending=True, stable=True).indices[:, :active]
     experts_Nk = own_Nk if replayed_Nk is None else torch.where(replayed_Nk < 0, own_Nk, replayed_Nk)
-    weights_Nk = probs_NE.gather(1, experts_Nk)
-    if normalizes:
+    weights_Nk = values_NE.gather(1, experts_Nk)
+    if of_chosen:
+        weights_Nk = weights_Nk.softmax(dim=-1)
+    elif normalizes:
         weights_Nk = weights_Nk / weights_Nk.sum(dim=-1, keepdim=True)
     if replayed_Nk is not None and replayed_weights_Nk is not None:
         weights_Nk = torch.where(replayed_Nk < 0, weights_Nk, replayed_weights_Nk)
@@ -200,17 +231,20 @@ def mixed(
 
 
 class Expert(nn.Module):
-    """One gated MLP, down(act(gate(x)) · up(x))."""
+    """One gated MLP, down(act(gate(x)) · up(x)), or gpt-oss's, with biases."""
 
-    def __init__(self, hidden: int, width: int, activation: str, **kind: Any) -> None:
+    def __init__(self, hidden: int, width: int, activation: str, clamp: Clamp | None = None, **kind: Any) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden, width, bias=False, **kind)
-        self.up_proj = Linear(hidden, width, bias=False, **kind)
-        self.down_proj = Linear(width, hidden, bias=False, **kind)
+        kind["bias"] = clamp is not None
+        self.gate_proj = Linear(hidden, width, **kind)
+        self.up_proj = Linear(hidden, width, **kind)
+        self.down_proj = Linear(width, hidden, **kind)
         self.act_fn = ACT2FN[activation]
+        self._clamp = clamp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self._clamp(gate, up) if self._clamp else self.act_fn(gate) * up)
 
 
 class MixtureMlp(nn.Module):
@@ -222,9 +256,11 @@ class MixtureMlp(nn.Module):
 
     def __init__(self, hidden: int, mixture: Mixture, activation: str, **kind: Any) -> None:
         super().__init__()
-        self._active, self._normalizes = mixture.active, mixture.normalizes
-        self.gate = Router(hidden, mixture.experts, bias=False, **kind | {"dtype": torch.float32})
-        self.experts = nn.ModuleList(Expert(hidden, mixture.width, activation, **kind) for _ in range(mixture.experts))
+        self._active, self._normalizes, self._of_chosen = mixture.active, mixture.normalizes, bool(mixture.clamp)
+        self.gate = Router(hidden, mixture.experts, bias=bool(mixture.clamp), **kind | {"dtype": torch.float32})
+        self.experts = nn.ModuleList(
+            Expert(hidden, mixture.width, activation, mixture.clamp, **kind) for _ in range(mixture.experts)
+        )
         self.replayed_Nk: torch.Tensor | None = None
         self.replayed_weights_Nk: torch.Tensor | None = None
         """Experts to take in the next pass, and their weights; see `choose`."""
@@ -257,6 +293,7 @@ class MixtureMlp(nn.Module):
             logits_NE,
             self._active,
             normalizes=self._normalizes,
+            of_chosen=self._of_chosen,
             replayed_Nk=self.replayed_Nk,
             replayed_weights_Nk=self.replayed_weights_Nk,
         )
@@ -275,6 +312,13 @@ class MixtureMlp(nn.Module):
         return y_Nd
 
 
+class _BesideScores(MixtureMlp):
+    """The MLP of a layer that expects its router's scores beside the result, and leaves them out (gpt-oss)."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(hidden_states), None
+
+
 def with_experts(model: PreTrainedModel) -> PreTrainedModel:
     """Replace transformers' mixtures of experts by those of this module, in place and without their values; return the
     model. A dense one stays as it is."""
@@ -283,10 +327,11 @@ def with_experts(model: PreTrainedModel) -> PreTrainedModel:
         return model
     model.config.output_router_logits = False  # transformers records them from modules that are gone
     hidden, activation = model.config.hidden_size, model.config.hidden_act
+    kind = _BesideScores if mixture.clamp else MixtureMlp
     for layer in model.base_model.layers:
         if hasattr(layer.mlp, "experts"):  # some layers may be dense
             fused = next(layer.mlp.parameters())
-            layer.mlp = MixtureMlp(hidden, mixture, activation, device=fused.device, dtype=fused.dtype)
+            layer.mlp = kind(hidden, mixture, activation, device=fused.device, dtype=fused.dtype)
     return model
 
 
@@ -296,8 +341,13 @@ def mixtures(model: nn.Module) -> list[MixtureMlp]:
 
 
 def router_weights(model: nn.Module) -> frozenset[str]:
-    """Return the names of the weights of a model's routers, and of the gates of experts for all tokens."""
-    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Router))
+    """Return the names of the parameters of a model's routers, and of the gates of experts for all tokens."""
+    return frozenset(
+        f"{name}.{leaf}"
+        for name, module in model.named_modules()
+        if isinstance(module, Router)
+        for leaf, _ in module.named_parameters()
+    )
 
 
 def replay_routes(model: nn.Module, routes_NLk: torch.Tensor | None, counted_N: torch.Tensor | None = None) -> None:

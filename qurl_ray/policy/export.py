@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qurl_ray.errors import QuantizationError
+from qurl_ray.policy.experts import GPT_OSS
 from qurl_ray.policy.save import Take, policy_folder
-from qurl_ray.policy.settings import reading
+from qurl_ray.policy.settings import MXFP4, reading
 from qurl_ray.policy.weights import stored_tensors
 from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import FORMATS, Format, get_format
@@ -73,10 +74,16 @@ def quantized_folder(
             the same as the engines.
 
     Raises:
-        QuantizationError: the format does not exist in compressed-tensors, or a weight is not finite.
+        QuantizationError: the format does not exist in compressed-tensors, or has no such experts, or a weight is not
+            finite.
     """
     if fmt.name not in _SETTINGS:
         raise QuantizationError(f"{fmt.name} cannot be exported yet, only {' and '.join(_SETTINGS)} can")
+    if model.config.model_type == GPT_OSS:
+        raise QuantizationError(
+            f"{type(model).__name__} cannot be exported in {fmt.name}: no reader of compressed-tensors knows codes of "
+            "its experts: set export.quantized=none"
+        )
     quantized = units(model, keep)
     ignored = [unit.module for name, unit in units(model).items() if name not in quantized]
     with policy_folder(model, tokenizer, folder, _SETTINGS[fmt.name] | {"ignore": ignored}) as add:
@@ -94,13 +101,15 @@ def quantized_folder(
 
 
 def is_quantized_checkpoint(folder: Path) -> bool:
-    """Return True if the folder's config.json has settings of quantization, of any kind.
+    """Return True if the folder's config.json has settings of quantization, of any kind but that of gpt-oss's
+    checkpoints, which are dequantized when they are read.
 
     Raises:
         ConfigError: it cannot be read.
     """
     with reading(str(folder)):
-        return "quantization_config" in json.loads((folder / "config.json").read_text())
+        settings = json.loads((folder / "config.json").read_text()).get("quantization_config")
+        return settings is not None and settings.get("quant_method") != MXFP4
 
 
 def read_quantized(folder: Path) -> QuantizedPolicy:

@@ -2,7 +2,7 @@
 
 import hashlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from qurl_ray.policy.attention import NAME
 from qurl_ray.policy.experts import mixture_of, stored_name, with_experts
 from qurl_ray.policy.layers import check_layers
 from qurl_ray.policy.settings import activation_of, existing_ids, fitting, reading, trainable, turn_end
+from qurl_ray.policy.stacked import BLOCKS, SCALES, Place, dequantize, place_of
 from qurl_ray.policy.weights import HEAD, Stored, check_weights, same_values, stored_tensors
 from qurl_ray.types import PolicySpec
 
@@ -229,7 +230,11 @@ class StoredWeights:
         body = f"{model.base_model_prefix}."
         tied = {own: head for head, own in tied_head(model).items()}
         self._keys: dict[str, str] = {}
+        self._places: dict[str, Place] = {}
         for name, _ in model.named_parameters():
+            if place := place_of(model.config, name):
+                self._places[name] = place
+                continue
             others = (name, name.removeprefix(body), body + name, tied.get(name, name), stored_name(model.config, name))
             key = next((other for other in others if other in stored), None)
             if key is None:
@@ -238,13 +243,33 @@ class StoredWeights:
                     "load and save the model once with transformers, or choose learner.backend=deepspeed"
                 )
             self._keys[name] = key
-        self._files = {key: stored[key].file for key in self._keys.values()}
+        self._files = {key: tensor.file for key, tensor in stored.items()}
 
     def rows(self, name: str, first: int, end: int) -> torch.Tensor:
-        """Return rows `first` to `end`, without the latter, of a parameter, float32."""
-        key = self._keys[name]
+        """Return rows `first` to `end`, without the latter, of a parameter, float32.
+
+        Raises:
+            ConfigError: a weight in MXFP4 is not finite.
+        """
+        if place := self._places.get(name):
+            return self._of_expert(place, first, end)
+        return self._part(self._keys[name], slice(first, end)).float()
+
+    def _of_expert(self, place: Place, first: int, end: int) -> torch.Tensor:
+        own, within = slice(place.expert, place.expert + 1), place.within(first, end)
+        if place.key in self._files:
+            # The last axis, of two or three, are the outputs.
+            whole = self._part(place.key, own, *([slice(None)] * place.transposed), within)
+            return replace(place, expert=0).of(whole).float()
+        parts = [self._part(place.key + part, own, within)[0, place.first :: place.step] for part in (BLOCKS, SCALES)]
+        values = dequantize(*parts)
+        if not values.isfinite().all():
+            raise ConfigError(f"{place.key}{SCALES} holds no numbers for expert {place.expert}: get the model again")
+        return values
+
+    def _part(self, key: str, *part: slice) -> torch.Tensor:
         with safe_open(self._files[key], framework="pt") as opened:
-            return opened.get_slice(key)[first:end].float()
+            return opened.get_slice(key)[part]
 
 
 def files_digest(spec: PolicySpec) -> str:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from qurl_ray.policy.experts import stored_name
+from qurl_ray.policy.stacked import Stacker
 
 FILE_BYTES = 2 * 10**9
 """Bytes of tensors from which on another file is begun; the writer holds as many."""
@@ -45,7 +45,9 @@ def policy_folder(
     """
     with replaced(folder) as aside:
         files = _TensorFiles(aside)
-        yield lambda name, tensor: files.add(stored_name(model.config, name), tensor)
+        stacker = Stacker(model.config, files.add)
+        yield stacker.add
+        stacker.close()
         files.close()
         config = copy.deepcopy(model.config)
         config.architectures, config.dtype = [type(model).__name__], model.dtype

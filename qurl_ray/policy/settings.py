@@ -9,9 +9,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 
 from qurl_ray.errors import ConfigError, QurlError
-from qurl_ray.policy.experts import mixture_of
+from qurl_ray.policy.experts import GPT_OSS, mixture_of
 from qurl_ray.types import PolicySpec
 
+MXFP4 = "mxfp4"
 BEHIND_HEAD = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 """Options by which a model changes logits after its head: here, log-probs are computed from the head's output."""
 # Sizes of an architecture. transformers has other names for some of them, and a model may lack the last three.
@@ -39,10 +40,12 @@ def trainable(config: PreTrainedConfig, spec: PolicySpec) -> PreTrainedConfig:
     except ConfigError as error:
         raise ConfigError(f"{spec.source}: {error}") from None
     _check_sizes(config, spec.source)
-    if getattr(config, "quantization_config", None) and not spec.quantized:
-        raise ConfigError(
-            f"{spec.source} is quantized already, which cannot be trained: use the checkpoint in full precision"
-        )
+    if (quantization := getattr(config, "quantization_config", None)) and not spec.quantized:
+        if (config.model_type, quantization.get("quant_method")) != (GPT_OSS, MXFP4):
+            raise ConfigError(
+                f"{spec.source} is quantized already, which cannot be trained: use the checkpoint in full precision"
+            )
+        del config.quantization_config  # weights are dequantized when they are read (policy.stacked)
     if getattr(config, "attn_logit_softcapping", None):
         raise ConfigError(f"{spec.source}: attn_logit_softcapping is not supported by the shared attention")
     if "longrope" in str(getattr(config, "rope_parameters", None)):

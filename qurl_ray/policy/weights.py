@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.policy.experts import mixture_of, stored_name
+from qurl_ray.policy.experts import GPT_OSS, mixture_of
+from qurl_ray.policy.stacked import BLOCKS, SCALES, stored_shapes
 
 _TRAINABLE = ("F64", "F32", "F16", "BF16")
+_BYTES = "U8"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 HEAD = "lm_head.weight"
 _SHOWN = 3  # tensors or files that a message names; it counts the others
@@ -72,12 +74,18 @@ def check_weights(source: Path, model: PreTrainedModel, stored: Mapping[str, Sto
     """
     load = _compare if mixture_of(model.config) else _load
     check_loaded(source, model, load(model, stored))
-    codes = {name: tensor.dtype for name, tensor in stored.items() if tensor.dtype not in _TRAINABLE}
+    codes = {name: tensor.dtype for name, tensor in stored.items() if tensor.dtype not in _types(model, name)}
     if codes and load(model, {name: stored[name] for name in stored if name not in codes})["missing_keys"]:
         raise ConfigError(
             f"{source} holds tensors of types that cannot be trained: "
             f"{_some(f'{name} {dtype}' for name, dtype in codes.items())}; use the model in full precision"
         )
+
+
+def _types(model: PreTrainedModel, name: str) -> tuple[str, ...]:
+    """Return the types that a tensor may have: bytes if it is one of MXFP4, which is dequantized (policy.stacked)."""
+    packed = name.endswith((BLOCKS, SCALES)) and model.config.model_type == GPT_OSS
+    return (_BYTES,) if packed else _TRAINABLE
 
 
 def check_loaded(source: Path, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
@@ -117,7 +125,9 @@ def _load(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Any
 def _compare(model: PreTrainedModel, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """Return the report of a load by the hub's names, as experts are loaded here: transformers' own conversion of
     experts does not say which of them is damaged."""
-    wanted = {stored_name(model.config, name): tuple(p.shape) for name, p in model.named_parameters()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        wanted |= stored_shapes(model.config, name, parameter.shape, stored)
     tied = {HEAD} if model.config.tie_word_embeddings else set()
     both = wanted.keys() & stored.keys()
     return {

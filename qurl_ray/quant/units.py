@@ -33,7 +33,7 @@ _GEMMA2: dict[str, Reader | None] = {
 }
 # For each reader, its linears next to the norm (Phi-3 and GLM fuse them), and the parts after these.
 _FIRST = {"self_attn": {"q_proj", "k_proj", "v_proj", "qkv_proj"}, "mlp": {"gate_proj", "up_proj", "gate_up_proj"}}
-_LATER = {"self_attn": {"q_norm", "k_norm", "o_proj"}, "mlp": {"down_proj"}}
+_LATER = {"self_attn": {"q_norm", "k_norm", "o_proj", "sinks"}, "mlp": {"down_proj"}}
 _GATED = {"gate_proj", "up_proj", "down_proj"}
 _MIXTURE = {"gate", "experts"}
 _SHARED = {"shared_expert", "shared_expert_gate"}

@@ -29,6 +29,7 @@ from tests.conftest import SUMS, requests_for, taken
 from tests.learner.test_adapters import adapted, scatter
 from tests.learner.test_flow import KEEP, flow_of, learner_of, trajectories
 from tests.learner.test_torch_backend import groups
+from tests.policy.gpt_oss import written
 
 EXPERT = "model.layers.1.mlp.experts.5.down_proj.weight"
 
@@ -71,6 +72,44 @@ def test_engine_and_learner_have_the_same_bits(mixture_spec, mixture, tokenizer,
         )
         assert result.sums["max_rho"] == 1.0
         assert result.grad_norm > 0
+
+
+GPT_OSS = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 128, "num_local_experts": 8, "scale": 0.15}
+
+
+@pytest.fixture(scope="session")
+def gpt_oss_spec(tiny_spec, tmp_path_factory) -> PolicySpec:
+    """A window of five tokens in the first of two layers, and sinks."""
+    return written(tmp_path_factory.mktemp("learner") / "gpt_oss", tiny_spec, **GPT_OSS)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.equal_bits
+@pytest.mark.parametrize(
+    ("slots", "layout"),
+    [(1, {"share_prompts": False}), (7, {}), (64, {"packing": True}), (64, {"gradient_checkpointing": True})],
+    ids=["padded", "shared", "packed", "checkpointing"],
+)
+@pytest.mark.parametrize("format_name", [None, "int8", "fp8", "fp8_block", "int4"])
+def test_gpt_oss_has_the_same_bits_in_engine_and_learner(gpt_oss_spec, tokenizer, format_name, slots, layout):
+    """Answers are longer than the window; sinks and biases move with each update."""
+    model = load_model(gpt_oss_spec)
+    flow = flow_of(model, format_name) if format_name else None
+    learner = learner_of(model, flow, lr=1e-2, **layout)
+    sinks = model.model.layers[0].self_attn.sinks.detach().clone()
+    for version in (1, 2):
+        engine = TorchEngine(gpt_oss_spec, slots=slots)
+        load_into(engine, learner.named_parameters(), flow and flow.fmt, quantized=units(model, KEEP), version=version)
+        requests = requests_for(tokenizer, count=4, samples=3, max_new_tokens=14, ignore_eos=True)
+        samples = trajectories(requests, engine.generate(requests, version=version), seed=version)
+        batch = to_tensors(samples)
+        found_BT, *_ = learner._policy(batch)
+        assert torch.equal(found_BT[batch.mask_BT].detach(), batch.behavior_BT[batch.mask_BT])
+        packed = bool(layout.get("packing"))
+        shares = plan([[s] for s in samples], updates=2, ranks=1, token_budget=200, seed=1, packed=packed)
+        result = learner.learn(shares[0])
+        assert result.sums["max_rho"] == 1.0
+    assert (sinks != model.model.layers[0].self_attn.sinks).all()
 
 
 @pytest.mark.equal_bits

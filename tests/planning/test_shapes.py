@@ -29,6 +29,8 @@ COUNTED = {
     "Qwen3-30B-A3B": 30.53e9,
     "OLMoE-1B-7B": 6.919e9,
     "Mixtral-8x7B": 46.70e9,
+    "gpt-oss-20b": 20.91e9,
+    "gpt-oss-120b": 116.83e9,
 }
 """As the models' cards and weight files have them (Gemma 3 4B: its text model)."""
 
@@ -39,7 +41,11 @@ def test_parameters_are_those_of_the_published_weights(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "active"), [("Qwen3-30B-A3B", 3.34e9), ("OLMoE-1B-7B", 1.28e9), ("Mixtral-8x7B", 12.9e9)]
+    ("name", "active"),
+    [
+        *(("Qwen3-30B-A3B", 3.34e9), ("OLMoE-1B-7B", 1.28e9), ("Mixtral-8x7B", 12.9e9)),
+        *(("gpt-oss-20b", 3.61e9 + 0.58e9), ("gpt-oss-120b", 5.13e9 + 0.58e9)),  # whose cards leave the embedding out
+    ],
 )
 def test_the_experts_of_a_token_are_those_of_the_published_weights(name, active):
     shape = SHAPES[name]
