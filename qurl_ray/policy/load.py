@@ -260,7 +260,7 @@ class StoredWeights:
         if place.key in self._files:
             # The last axis, of two or three, are the outputs.
             whole = self._part(place.key, own, *([slice(None)] * place.transposed), within)
-            return replace(place, expert=0).of(whole).float()
+            return replace(place, expert=0).of(whole).float().contiguous()
         parts = [self._part(place.key + part, own, within)[0, place.first :: place.step] for part in (BLOCKS, SCALES)]
         values = dequantize(*parts)
         if not values.isfinite().all():

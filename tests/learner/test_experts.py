@@ -131,14 +131,16 @@ def test_factors_of_experts_change_no_bit_without_codes_and_make_codes_truer(mix
 
 
 @pytest.mark.equal_bits
-def test_adapters_of_experts_over_codes_have_no_gap(mixture_spec, tokenizer):
+@pytest.mark.parametrize("kind", ["mixture_spec", "gpt_oss_spec"])
+def test_adapters_of_experts_over_codes_have_no_gap(request, tokenizer, kind):
+    spec = request.getfixturevalue(kind)
     lora = Adapters(rank=4, alpha=8.0, targets=("all_linear",))
-    learner, quantized = adapted(mixture_spec, "int8", lora=lora)
+    learner, quantized = adapted(spec, "int8", lora=lora)
     scatter(learner)
     names = [name for name, _ in learner.named_parameters(trained=True)]
     assert sum(".experts." in name for name in names) == 2 * 8 * 3 * 2
     assert not any("mlp.gate." in name for name in names)
-    engine, publisher = TorchEngine(replace(mixture_spec, adapters=lora), slots=8), Publisher(quantized)
+    engine, publisher = TorchEngine(replace(spec, adapters=lora), slots=8), Publisher(quantized)
     send_into(publisher, engine, learner.named_parameters(), taken("int8"), version=1)
     requests = requests_for(tokenizer, count=4, samples=2)
     batch = to_tensors(trajectories(requests, engine.generate(requests, version=1), seed=1))
@@ -295,9 +297,12 @@ def test_replayed_weights_bring_the_learner_nearer_and_leave_routers_alone(mixtu
     assert found[True] < found[False]
 
 
-def test_the_engines_routes_are_its_routers_choice(mixture_spec, mixture, tokenizer):
+@pytest.mark.parametrize("kind", ["mixture_spec", "gpt_oss_spec"])
+@pytest.mark.parametrize("route_weights", [False, True])
+def test_the_engines_routes_are_its_routers_choice(request, tokenizer, kind, route_weights):
     """Those of a full-precision engine are the learner's own: nothing differs, and no bit changes."""
-    engine = TorchEngine(mixture_spec, slots=3, routes=True)
+    spec = request.getfixturevalue(kind)
+    mixture, engine = load_model(spec), TorchEngine(spec, slots=3, routes=True, route_weights=route_weights)
     load_into(engine, mixture.named_parameters(), None, quantized={})
     requests = requests_for(tokenizer, count=5, samples=3)
     completions = engine.generate(requests, version=1)

@@ -20,6 +20,7 @@ from qurl_ray.policy.tiny import tiny_outline
 from qurl_ray.rl.diagnostics import policy_metrics
 from qurl_ray.rl.objective import Denominators
 from qurl_ray.training.driver.prepare import check_model
+from tests.learner.test_experts import gpt_oss_spec as gpt_oss_spec  # a fixture
 from tests.learner.test_experts import mixture_spec as mixture_spec  # a fixture
 from tests.learner.test_sequence_combined import distance, plain_steps
 from tests.learner.test_torch_backend import SETTINGS, groups
@@ -191,10 +192,18 @@ def on_ranks(rank: int, ranks: int, spec, out: str) -> None:
 
 
 @pytest.mark.equal_bits
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_make_the_updates_of_one(mixture_spec, tmp_path, ranks):
-    alone, logprobs, sums = made(mixture_spec, 0, 1)
-    run_ranks(ranks, on_ranks, mixture_spec, str(tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("mixture_spec", 2),
+        pytest.param("mixture_spec", 4, marks=pytest.mark.slow),
+        pytest.param("gpt_oss_spec", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_make_the_updates_of_one(request, tmp_path, kind, ranks):
+    spec = request.getfixturevalue(kind)
+    alone, logprobs, sums = made(spec, 0, 1)
+    run_ranks(ranks, on_ranks, spec, str(tmp_path))
     for name in CASES:
         answers = {}
         for rank in range(ranks):
