@@ -7,6 +7,7 @@ a kernel that multiplies wrongly, and an engine that attends to keys of the prev
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,14 +76,14 @@ def _quantized(fmt: Format, unquantized: torch.dtype, factors: Factors, frozen: 
 
 
 def _rounded(original: Callable, dtype: torch.dtype) -> Forward:
-    def forward(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+    def forward(module: nn.Module, *args: Any, **options: Any) -> Any:
         if type(module) is nn.Embedding:  # a lookup: only the rows looked up have to be rounded
             return original(*args).to(dtype).float()
         kept = {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
         for name, data in kept.items():
             getattr(module, name).data = data.to(dtype).float()
         try:
-            return original(*args)
+            return original(*args, **options)
         finally:
             for name, data in kept.items():
                 getattr(module, name).data = data

@@ -31,7 +31,7 @@ from qurl_ray.policy.attention import NAME
 from qurl_ray.policy.experts import mixture_of, stored_name, with_experts
 from qurl_ray.policy.layers import check_layers
 from qurl_ray.policy.settings import activation_of, existing_ids, fitting, reading, trainable, turn_end
-from qurl_ray.policy.stacked import BLOCKS, SCALES, Place, dequantize, place_of
+from qurl_ray.policy.stacked import BLOCKS, SCALES, StackedPart, mxfp4_values, place_of
 from qurl_ray.policy.weights import HEAD, Stored, check_weights, same_values, stored_tensors
 from qurl_ray.types import PolicySpec
 
@@ -230,7 +230,7 @@ class StoredWeights:
         body = f"{model.base_model_prefix}."
         tied = {own: head for head, own in tied_head(model).items()}
         self._keys: dict[str, str] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, StackedPart] = {}
         for name, _ in model.named_parameters():
             if place := place_of(model.config, name):
                 self._places[name] = place
@@ -255,14 +255,14 @@ class StoredWeights:
             return self._of_expert(place, first, end)
         return self._part(self._keys[name], slice(first, end)).float()
 
-    def _of_expert(self, place: Place, first: int, end: int) -> torch.Tensor:
+    def _of_expert(self, place: StackedPart, first: int, end: int) -> torch.Tensor:
         own, within = slice(place.expert, place.expert + 1), place.within(first, end)
         if place.key in self._files:
             # The last axis, of two or three, are the outputs.
             whole = self._part(place.key, own, *([slice(None)] * place.transposed), within)
             return replace(place, expert=0).of(whole).float().contiguous()
         parts = [self._part(place.key + part, own, within)[0, place.first :: place.step] for part in (BLOCKS, SCALES)]
-        values = dequantize(*parts)
+        values = mxfp4_values(*parts)
         if not values.isfinite().all():
             raise ConfigError(f"{place.key}{SCALES} holds no numbers for expert {place.expert}: get the model again")
         return values

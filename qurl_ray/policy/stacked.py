@@ -28,7 +28,7 @@ _NAME = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bia
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StackedPart:
     """Where a parameter of one expert lies in the tensor of all experts of its layer."""
 
     key: str
@@ -51,14 +51,14 @@ class Place:
         return slice(first * self.step, end * self.step)
 
 
-def place_of(config: PreTrainedConfig, name: str) -> Place | None:
+def place_of(config: PreTrainedConfig, name: str) -> StackedPart | None:
     """Return the place of a parameter; None if the checkpoints of its architecture hold it by itself."""
     found = _NAME.fullmatch(name) if config.model_type == GPT_OSS else None
     if found is None:
         return None
     experts, number, part, leaf = found.groups()
     tensor = "down_proj" if part == "down" else "gate_up_proj"
-    return Place(
+    return StackedPart(
         key=f"{experts}{tensor}{'_bias' if leaf == 'bias' else ''}",
         expert=int(number),
         first=1 if part == "up" else 0,
@@ -88,7 +88,7 @@ def stored_shapes(
     return {place.key + BLOCKS: (*scales, _BLOCK // 2), place.key + SCALES: scales}
 
 
-def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the values of MXFP4, float32 [..., 32 G], from uint8 [..., G, 16] and [..., G]: inf or nan where they are
     beyond float32's."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])

@@ -334,9 +334,12 @@ def test_a_continued_answer_has_the_routes_of_all_its_tokens(mixture_spec, mixtu
 
 
 @pytest.mark.equal_bits
-def test_routers_are_sent_in_float32_beside_bfloat16(mixture_spec, mixture, tokenizer):
+@pytest.mark.parametrize("kind", ["mixture_spec", "gpt_oss_spec"])
+def test_routers_are_sent_in_float32_beside_bfloat16(request, tokenizer, kind):
+    spec = request.getfixturevalue(kind)
+    mixture = load_model(spec)
     quantized, exact = units(mixture, KEEP), router_weights(mixture)
-    learner, engine = learner_of(mixture, None), TorchEngine(mixture_spec, slots=4)
+    learner, engine = learner_of(mixture, None), TorchEngine(spec, slots=4)
     publisher = Publisher(quantized, exact=exact)
     send_into(publisher, engine, learner.named_parameters(), taken("int8"), version=1, unquantized="bfloat16")
     for name in exact:

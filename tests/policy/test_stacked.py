@@ -13,7 +13,7 @@ from qurl_ray.errors import ConfigError, QuantizationError
 from qurl_ray.policy.export import is_quantized_checkpoint, save_quantized
 from qurl_ray.policy.load import StoredWeights, load_model, load_tokenizer, unloaded_model
 from qurl_ray.policy.save import save_policy
-from qurl_ray.policy.stacked import dequantize
+from qurl_ray.policy.stacked import mxfp4_values
 from qurl_ray.quant.formats import get_format
 from qurl_ray.types import PolicySpec
 from tests.policy.gpt_oss import in_mxfp4, written
@@ -36,9 +36,9 @@ def test_all_codes_and_scales_are_dequantized_as_transformers_does():
     scales = torch.arange(252, dtype=torch.uint8).view(1, 252, 1).expand(1, 252, 16)
     for kind in (torch.float32, torch.bfloat16):
         expected = convert_moe_packed_tensors(blocks, scales, dtype=kind).float()
-        found = dequantize(blocks, scales).transpose(1, 2).contiguous()
+        found = mxfp4_values(blocks, scales).transpose(1, 2).contiguous()
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))  # zeros have signs
-    assert dequantize(blocks, scales)[0, 127, :8].tolist() == [0.0, 0.0, 0.5, 0.0, 1.0, 0.0, 1.5, 0.0]
+    assert mxfp4_values(blocks, scales)[0, 127, :8].tolist() == [0.0, 0.0, 0.5, 0.0, 1.0, 0.0, 1.5, 0.0]
 
 
 def test_weights_in_mxfp4_are_those_of_stock_transformers(packed):
