@@ -153,6 +153,14 @@ def stored_name(config: PreTrainedConfig, name: str) -> str:
     return name
 
 
+def name_of_stored(architecture: str, stored_name: str) -> str:
+    """Return the parameter that the hub's checkpoints of an architecture, by its model_type, hold under this name."""
+    kind = _KINDS.get(architecture)
+    for own, stored in kind.stored.items() if kind else ():
+        stored_name = stored_name.replace(stored, own)
+    return stored_name
+
+
 class Router(ExactLinear):
     """Logits of the experts for each token [N, d], float32 [N, E]. Its parameters stay in float32 and are never
     quantized, as a last bit may change a route."""

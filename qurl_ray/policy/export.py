@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.policy.experts import GPT_OSS
+from qurl_ray.policy.experts import GPT_OSS, name_of_stored
 from qurl_ray.policy.save import Take, policy_folder
 from qurl_ray.policy.settings import MXFP4, reading
 from qurl_ray.policy.weights import stored_tensors
@@ -119,7 +119,8 @@ def read_quantized(folder: Path) -> QuantizedPolicy:
         QuantizationError: the checkpoint is quantized in another way, or holds no codes.
         ConfigError: a file is missing or damaged.
     """
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    settings = json.loads((folder / "config.json").read_text())
+    config = settings["quantization_config"]
     name = next((name for name, settings in _SETTINGS.items() if _matches(config, settings)), None)
     if name is None:
         raise QuantizationError(
@@ -135,7 +136,9 @@ def read_quantized(folder: Path) -> QuantizedPolicy:
     fmt = get_format(name, max(int(tensors[key].float().abs().max()) for key in weights))
     scales = {key: tensors.pop(key + _SCALE).float() for key in weights}
     codes = {key: QTensor(codes=tensors[key], scale=scale, fmt=fmt) for key, scale in scales.items()}
-    return QuantizedPolicy(fmt=fmt, parameters={**tensors, **codes})
+    held: dict[str, torch.Tensor | QTensor] = {**tensors, **codes}
+    own = {name_of_stored(settings["model_type"], key): value for key, value in held.items()}
+    return QuantizedPolicy(fmt=fmt, parameters=own)
 
 
 def _matches(given: dict, expected: dict) -> bool:

@@ -14,11 +14,14 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Olmo
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
 from qurl_ray.policy.experts import _KINDS, Clamp, MixtureMlp, Router, choose, stored_name
+from qurl_ray.policy.export import read_quantized, save_quantized
 from qurl_ray.policy.load import StoredWeights, check_policy, files_digest, load_model, load_tokenizer, unloaded_model
 from qurl_ray.policy.save import save_policy
 from qurl_ray.policy.stacked import place_of
 from qurl_ray.policy.tiny import tiny_outline
 from qurl_ray.quant.equalize import equalized, factors_of
+from qurl_ray.quant.formats import get_format
+from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.uaq import fold
 from qurl_ray.quant.units import find_sites, units
 from qurl_ray.tables import ENGINES
@@ -227,6 +230,17 @@ def test_a_sharded_learner_reads_experts_by_name(folders):
         stored = StoredWeights(spec, model)
         for parameter_name, parameter in whole.named_parameters():
             assert torch.equal(stored.rows(parameter_name, 1, 3), parameter[1:3])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_exported_codes_are_read_under_the_names_of_parameters(folders, tmp_path, name, tokenizer):
+    model = load_model(PolicySpec(source=str(folders[name])))
+    fmt = get_format("int8")
+    save_quantized(model, tokenizer, tmp_path / "int8", fmt, ["lm_head", "gate\\."])
+    found = read_quantized(tmp_path / "int8").parameters
+    assert found.keys() == dict(model.named_parameters()).keys()
+    weight = "model.layers.1.mlp.experts.4.up_proj.weight"
+    assert torch.equal(found[weight].codes, quantize(model.get_parameter(weight), fmt).codes)
 
 
 def damaged(folder: Path, to: Path, change) -> PolicySpec:
