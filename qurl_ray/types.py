@@ -175,6 +175,10 @@ class Completion(AnswerTokens):
     """Result of one request, without the tokens of its prompt."""
 
     finish: Finish
+    drafted: int = 0
+    """Number of drafts that were compared with the token drawn in their place (rollout.lossless)."""
+    agreed: int = 0
+    """Number of those that were that token: as many passes were saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

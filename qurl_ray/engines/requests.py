@@ -105,6 +105,8 @@ def joined(parts: Sequence[Completion]) -> Completion:
         versions=np.concatenate([part.versions for part in parts]),
         mask=None if all(part.mask is None for part in parts) else np.concatenate(masks),
         finish=parts[-1].finish,
+        drafted=sum(part.drafted for part in parts),
+        agreed=sum(part.agreed for part in parts),
         routes=parts[-1].routes,  # of all tokens: what came before was its prompt
     )
 

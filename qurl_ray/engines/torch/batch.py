@@ -1,6 +1,6 @@
 """The running sequences of an engine: the row, the drawn tokens and the end of each request. No model here."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +9,10 @@ import torch
 from qurl_ray.engines.torch.sampling import sample, uniforms
 from qurl_ray.policy.logprobs import log_softmax
 from qurl_ray.types import Completion, Finish, Request, SamplingParams
+
+Rows = slice | np.ndarray
+"""Rows of a batch."""
+_ALL = slice(None)
 
 
 class RunningBatch:
@@ -38,6 +42,7 @@ class RunningBatch:
         self._row_request = np.zeros(len(requests), dtype=np.int64)
         self._adapters = [r.adapter for r in requests]
         self._routes: list[list[np.ndarray]] = [[] for _ in requests]
+        self._judged, self._agreed = np.zeros((2, len(requests)), dtype=np.int64)
 
     def admit(self, group: list[tuple[int, Request]]) -> torch.Tensor:
         """Give each (request index, request) the next free row; return the row numbers [len(group)]."""
@@ -60,23 +65,72 @@ class RunningBatch:
         """Name of the adapter of each running row."""
         return [self._adapters[index] for index in self.running()]
 
-    def draw(self, logits_BV: torch.Tensor, first: int = 0) -> None:
-        """Draw one token for rows first … count-1 from their logits."""
-        running = self.running()[first:]
-        uniform_B = uniforms(self._seeds[running], self._drawn_before[running] + self._drawn[running])
+    def draw(self, logits_BV: torch.Tensor, rows: Rows = _ALL) -> None:
+        """Draw one token for each of these rows from their logits."""
+        running = self.running()[rows]
+        for params, chosen, tokens, logprobs in self._sampled(logits_BV, running):
+            who = running[chosen]
+            self._tokens[who, self._drawn[who]] = tokens
+            self._logprobs[who, self._drawn[who]] = logprobs
+            if not params.ignore_eos:
+                self.end(who[np.isin(tokens, params.stop_ids)], "stop")
+        self._drawn[running] += 1
+
+    def draft(self, logits_BV: torch.Tensor, ahead: int) -> torch.Tensor:
+        """Return the token that each running row would draw from these logits as its next one but `ahead`, with the
+        noise of that token, int64 [count]. Nothing is noted."""
+        drafts = np.zeros(self.count, dtype=np.int64)
+        for _, chosen, tokens, _ in self._sampled(logits_BV, self.running(), ahead):
+            drafts[chosen] = tokens
+        return torch.from_numpy(drafts)
+
+    def verify(self, logits_BTV: torch.Tensor, drafts_BK: torch.Tensor) -> np.ndarray:
+        """Draw up to T = K + 1 tokens for each running row: those that agree with its drafts, and the next one.
+
+        Args:
+            logits_BTV: after the last token and after each draft; those after a wrong draft mean nothing.
+
+        Returns:
+            Number of tokens drawn, int64 [count].
+        """
+        before, rows = self._drawn[self.running()], np.arange(self.count)
+        for place in range(logits_BTV.shape[1]):
+            self.draw(logits_BTV[torch.from_numpy(rows), place], rows)
+            if place == drafts_BK.shape[1]:
+                break
+            rows = rows[~self._done()[rows]]
+            who = self.running()[rows]
+            agreed = self._tokens[who, self._drawn[who] - 1] == drafts_BK[:, place].numpy()[rows]
+            self._judged[who] += 1
+            self._agreed[who] += agreed
+            rows = rows[agreed]
+            if not len(rows):
+                break
+        return self._drawn[self.running()] - before
+
+    def left(self) -> int:
+        """Most tokens that a running row may still draw."""
+        running = self.running()
+        return int((self._limits[running] - self._drawn[running]).max())
+
+    def drafts(self) -> tuple[int, int]:
+        """Return how many drafts were compared with the token drawn in their place so far, and how many agreed."""
+        return int(self._judged.sum()), int(self._agreed.sum())
+
+    def _sampled(
+        self, logits_BV: torch.Tensor, running: np.ndarray, ahead: int = 0
+    ) -> Iterator[tuple[SamplingParams, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield (parameters, indices into `running`, their tokens and log-probs) for each different set of
+        parameters."""
+        uniform_B = uniforms(self._seeds[running], self._drawn_before[running] + self._drawn[running] + ahead)
         for kind, params in enumerate(self._kinds):
             chosen = np.flatnonzero(self._kind[running] == kind)
             if not len(chosen):
                 continue
             part = logits_BV if len(chosen) == len(running) else logits_BV[torch.from_numpy(chosen)]
             drawn = sample(part, params, uniform_B[torch.from_numpy(chosen)])
-            tokens, logprobs = (tensor.cpu() for tensor in drawn)
-            who = running[chosen]
-            self._tokens[who, self._drawn[who]] = tokens.numpy()
-            self._logprobs[who, self._drawn[who]] = logprobs.numpy()
-            if not params.ignore_eos:
-                self.end(who[np.isin(tokens.numpy(), params.stop_ids)], "stop")
-        self._drawn[running] += 1
+            tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
+            yield params, chosen, tokens, logprobs
 
     def record(self, index: int, routes_TLk: np.ndarray) -> None:
         """Note the experts of a request's next tokens (AnswerTokens.routes)."""
@@ -128,6 +182,8 @@ class RunningBatch:
                 versions=np.full(self._drawn[i], self._version, dtype=np.int32),
                 finish=self._finish[i],
                 routes=self.routes_of(i),
+                drafted=int(self._judged[i]),
+                agreed=int(self._agreed[i]),
             )
             for i, request in enumerate(self._requests)
         ]
@@ -195,9 +251,9 @@ class OpenBatch(RunningBatch):
         self._adapters[place] = request.adapter
         return place
 
-    def draw(self, logits_BV: torch.Tensor, first: int = 0) -> None:
-        who = self.running()[first:].copy()
-        super().draw(logits_BV, first)
+    def draw(self, logits_BV: torch.Tensor, rows: Rows = _ALL) -> None:
+        who = self.running()[rows].copy()
+        super().draw(logits_BV, rows)
         tokens = self._tokens[who, self._drawn[who] - 1]
         self.finite &= bool(np.isfinite(self._logprobs[who, self._drawn[who] - 1]).all())
         # Log-probs of the drawn token and of the likeliest ones, by place, where they were requested.

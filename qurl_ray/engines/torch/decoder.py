@@ -22,10 +22,13 @@ from qurl_ray.numerics.activations import silu
 from qurl_ray.numerics.products import bound
 from qurl_ray.policy.attention import attend_last, invariant_attention
 from qurl_ray.policy.experts import MixtureMlp, each_by_itself
+from qurl_ray.policy.logprobs import textless, without_text
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.quant.linear import QuantizedLinear
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor, Cache], torch.Tensor]
+"""Function of ids, their positions and a cache that returns final states."""
 
 _KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _KNOWN |= {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}
@@ -221,6 +224,22 @@ class Decoder:
         else:
             out, _ = invariant_attention(None, query, keys, values, scaling=d**-0.5, position_ids=positions_BT)
         return layer.out(out.reshape(B, T, H * d).contiguous())  # a view only if there is one head
+
+
+def through_transformers(
+    model: PreTrainedModel, ids_BT: torch.Tensor, positions_BT: torch.Tensor, cache: Cache
+) -> torch.Tensor:
+    """Return final states [B, T, hidden] of a model that this module does not know."""
+    return model.base_model(
+        input_ids=ids_BT, position_ids=positions_BT, past_key_values=cache, use_cache=True
+    ).last_hidden_state
+
+
+def head_of(model: PreTrainedModel) -> Apply:
+    """Return a function of final states that returns logits, of which ids without text have none."""
+    head, hidden = as_function(model.get_output_embeddings()), textless(model)
+    hidden = None if hidden is None else hidden.to(model.device)  # once: a captured step may copy nothing
+    return lambda states: without_text(head(states), hidden)
 
 
 def _norm(module: Any, ops: Elementwise) -> _Norm:

@@ -18,7 +18,8 @@ from qurl_ray.engines.protocol import Buffers
 from qurl_ray.engines.requests import check_requests
 from qurl_ray.engines.torch.adapters import Adapter, RowAdapters
 from qurl_ray.engines.torch.batch import RunningBatch
-from qurl_ray.engines.torch.decoder import Apply, Decoder, Elementwise, as_function, compiled, knows
+from qurl_ray.engines.torch.decoder import Apply, Decoder, Elementwise, compiled, head_of, knows, through_transformers
+from qurl_ray.engines.torch.drafts import MEASURED, Drafter
 from qurl_ray.engines.torch.graphs import Capture, DecodeGraphs, why_not
 from qurl_ray.engines.torch.kept import KeptKeys, KeysPool
 from qurl_ray.engines.torch.slots import Cache, Fp8SlotCache, SlotCache, WholeSequences
@@ -29,7 +30,7 @@ from qurl_ray.policy.attention import QUERY_CHUNK
 from qurl_ray.policy.experts import mixtures
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
-from qurl_ray.policy.logprobs import log_softmax, textless, without_text
+from qurl_ray.policy.logprobs import log_softmax
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.quant.equalize import Factors, equalized
 from qurl_ray.quant.formats import get_format
@@ -59,6 +60,7 @@ class TorchEngine:
         compile: torch.compile or a function like it, for the operations between the products (engines.torch.decoder).
         routes: note the experts of each token (AnswerTokens.routes).
         route_weights: note their weights, too.
+        drafts: draft tokens with codes where weights arrive in full precision (engines.torch.drafts).
 
     Raises:
         EngineError: decode steps of this model cannot be captured or compiled as requested.
@@ -78,6 +80,7 @@ class TorchEngine:
         compile: Callable[..., Callable[..., torch.Tensor]] | None = None,
         routes: bool = False,
         route_weights: bool = False,
+        drafts: bool = False,
     ) -> None:
         self.version: int | None = None
         with torch.device(device):
@@ -107,6 +110,7 @@ class TorchEngine:
         self._cancelled: set[str] = set()
         self._steps_of_few = 0
         """Decode steps of _FEW_ROWS since the weights were loaded."""
+        self._drafter = Drafter(emulate=self._emulate) if drafts else None
 
     # --- weights -----------------------------------------------------------------------------------------------
 
@@ -123,11 +127,15 @@ class TorchEngine:
         self._steps_of_few = 0
         self._adapters.begin(self._model)
         self._decoder = Decoder(self._model, self._elementwise, self._adapters) if knows(self._model) else None
-        head, hidden = as_function(self._model.get_output_embeddings()), textless(self._model)
-        hidden = None if hidden is None else hidden.to(self._device)  # once: a captured step may copy nothing
-        self._head = lambda states: without_text(head(states), hidden)
+        self._head = head_of(self._model)
         if self._rounds_cache:
             self._cache, self._kv_scales = None, self._measure_cache()
+        if self._drafter:
+            self._drafter.drop()
+            if not self._weights.kernels():  # codes need no drafts
+                self._adapters.choose([""])
+                scratch = partial(self._new_cache, MEASURED, MEASURED)
+                self._drafter.load(self._model, self._forward, self._head, scratch)
         self.version = manifest.version
 
     def put_adapter(self, name: str, saved: SavedAdapter, factors: Mapping[str, Factors]) -> None:
@@ -167,7 +175,8 @@ class TorchEngine:
 
     def kernels(self) -> list[str]:
         emulated = ["emulation of fp8 keys and values"] if self._rounds_cache else []
-        return sorted([*self._weights.kernels(), *emulated])
+        drafts = self._drafter.kernels() if self._drafter else []
+        return sorted([*self._weights.kernels(), *drafts, *emulated])
 
     def sleep(self) -> None:
         """Release keys and values. The weights stay: they are quantized, and small compared to a learner's states."""
@@ -180,7 +189,7 @@ class TorchEngine:
         """Do nothing: the next call makes a cache."""
 
     def close(self) -> None:
-        self.version = self._cache = self._graphs = None
+        self.version = self._cache = self._graphs = self._drafter = None
         self._kept.clear()
 
     # --- generation --------------------------------------------------------------------------------------------
@@ -262,19 +271,9 @@ class TorchEngine:
             EngineError: there is not enough memory.
         """
         if self._cache is None or self._cache.slots < slots or self._cache.length < length:
-            config = self._model.config
             self._cache = self._graphs = None  # freed first, so that there are never two
-            make = partial(Fp8SlotCache, self._kv_scales) if self._kv_scales else SlotCache
             try:
-                self._cache = make(
-                    layers=config.num_hidden_layers,
-                    slots=slots,
-                    kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-                    head_dim=head_dim(config),
-                    length=length,
-                    dtype=self._model.dtype,
-                    device=self._device,
-                )
+                self._cache = self._new_cache(slots, length)
             except RuntimeError as error:
                 raise EngineError(f"no memory for {slots} slots of {length} tokens, use fewer: {error}") from None
         if self._capture and not self._graphs:
@@ -282,10 +281,23 @@ class TorchEngine:
             self._graphs = DecodeGraphs(self._decoder, self._cache, self._capture())
         return self._cache
 
+    def _new_cache(self, slots: int, length: int) -> SlotCache:
+        config = self._model.config
+        make = partial(Fp8SlotCache, self._kv_scales) if self._kv_scales else SlotCache
+        return make(
+            layers=config.num_hidden_layers,
+            slots=slots,
+            kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=head_dim(config),
+            length=length,
+            dtype=self._model.dtype,
+            device=self._device,
+        )
+
     @torch.inference_mode()
     def step(self, batch: RunningBatch, admitted: list[tuple[int, Request]], *, cancelled: Sequence[int] = ()) -> None:
-        """Draw one token for each running request, and two for each admitted one. `generate` makes steps until nothing
-        is left. A caller of single steps must have checked the requests and called `reserve`.
+        """Draw one token for each running request, with right drafts more, and two for each admitted one. `generate`
+        makes steps until nothing is left. A caller of single steps must have checked the requests and called `reserve`.
 
         Args:
             admitted: (index in the batch, request), not more than there are free slots.
@@ -327,7 +339,7 @@ class TorchEngine:
         if (routes_BTLk := self._routes(*ids.shape)) is not None:
             for (index, request), source in zip(group, sources.tolist(), strict=True):
                 batch.record(index, routes_BTLk[source, : len(request.prompt_ids)])
-        batch.draw(logits[sources], first=batch.count - len(group))
+        batch.draw(logits[sources], slice(batch.count - len(group), None))
         self._retire(cache, batch)
 
     def _extend(
@@ -351,7 +363,7 @@ class TorchEngine:
                 assert prefix.routes is not None
                 batch.record(index, prefix.routes)
                 batch.record(index, routes_BTLk[row, : lengths[row]])
-        batch.draw(self._head(hidden[torch.arange(len(group)), lengths - 1]), first=rows[0])
+        batch.draw(self._head(hidden[torch.arange(len(group)), lengths - 1]), slice(rows[0], None))
         self._retire(cache, batch)
 
     def _decode(self, cache: SlotCache, batch: RunningBatch) -> None:
@@ -363,6 +375,9 @@ class TorchEngine:
             if self._steps_of_few == _PACK_CODES_AFTER:
                 self._weights.pack()
         last, positions = batch.last_tokens(), batch.positions()
+        if self._drafter and (count := self._drafter.count(batch.count, batch.left() - 1)):
+            self._draft_and_verify(cache, batch, count)
+            return
         self._adapters.choose(batch.adapters())
         if self._graphs:
             hidden = self._graphs(last, positions)
@@ -373,6 +388,27 @@ class TorchEngine:
             for index, routes_TLk in zip(batch.running().tolist(), routes_BTLk, strict=True):
                 batch.record(index, routes_TLk)
         batch.draw(self._head(hidden[:, 0]))
+        self._retire(cache, batch)
+
+    def _draft_and_verify(self, cache: SlotCache, batch: RunningBatch, count: int) -> None:
+        """Draft `count` tokens for every running row, and draw those that agree, and the one after them, in a single
+        pass, which also replaces the drafts' keys. Keys behind a row's end are replaced before they are seen."""
+        assert self._drafter
+        ids = batch.last_tokens()[:, None]
+        positions = (batch.positions()[:, None] + torch.arange(count + 1)).clamp(max=cache.length - 1)
+        for ahead in range(count):
+            cache.decode(positions[:, ahead])
+            logits = self._drafter(ids[:, -1:], positions[:, ahead : ahead + 1], cache)
+            ids = torch.cat([ids, batch.draft(logits, ahead)[:, None]], dim=1)
+        cache.extend(0, positions)
+        self._adapters.choose(batch.adapters())
+        hidden = self._forward(ids, positions, cache)
+        routes_BTLk, judged = self._routes(*ids.shape), batch.drafts()
+        drawn = batch.verify(self._head(hidden), ids[:, 1:])
+        if routes_BTLk is not None:
+            for index, routes_TLk, taken in zip(batch.running().tolist(), routes_BTLk, drawn, strict=True):
+                batch.record(index, routes_TLk[:taken])
+        self._drafter.learn(*(now - before for now, before in zip(batch.drafts(), judged, strict=True)))
         self._retire(cache, batch)
 
     def _routes(self, rows: int, width: int) -> np.ndarray | None:
@@ -394,9 +430,7 @@ class TorchEngine:
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         if self._decoder:
             return self._decoder(ids, positions, cache)
-        return self._model.base_model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
-        ).last_hidden_state
+        return through_transformers(self._model, ids, positions, cache)
 
     def _retire(self, cache: SlotCache, batch: RunningBatch) -> None:
         for row, index in batch.finished():

@@ -5,7 +5,7 @@ that fusion changes no bit. Their names, shapes and fingerprints stay those of t
 of the fused linear.
 """
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, pairwise
@@ -208,6 +208,15 @@ class EngineWeights:
         move_adapter(self._model.get_submodule(path), module)
         setattr(self._model.get_submodule(parent), leaf, module)
         return module
+
+    @torch.no_grad()
+    def put(self, codes: Mapping[str, QTensor]) -> None:
+        """Put codes of linears, by path, in the place of weights, and pack them. Nothing is verified."""
+        self._waiting = dict(codes)
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            self._pack(pool, whole_groups_only=False)
+            self._settle()
+        self.pack()
 
     def pack(self) -> None:
         """Bring all codes into the layout that is fastest in the long run (quant.linear).
