@@ -263,6 +263,8 @@ class EngineEntry(Entry):
     """It can note the experts of each token."""
     tensor_parallel: bool = False
     """Several processes may share the weights of one engine."""
+    drafts: bool = False
+    """It can draft tokens with codes and verify them in full precision, with the same noise (rollout.lossless)."""
     captures: bool = False
     """It can capture decode steps as CUDA graphs."""
     compiles: bool = False
@@ -292,6 +294,7 @@ ENGINES = Table[EngineEntry](
             adapters=True,
             experts=(*_MIXTURES, "gpt_oss", "qwen2_moe"),
             routes=True,
+            drafts=True,
             captures=True,
             compiles=True,
         ),

@@ -33,6 +33,10 @@ class RolloutConfig(Section):
     × 128 weights and per 128 activations of a token; `int4` is 4-bit integers (-7 to 7) of the weights only, with one
     scale per 128 columns. A format without a kernel on the device is emulated in float32, which saves no time; int4
     always is."""
+    lossless: bool = False
+    """Draft tokens with INT8 codes, which the engine makes of its weights in full precision, and keep what these verify:
+    tokens and log-probs are those of `quantization=none`, bit for bit, and come sooner where few answers are decoded at
+    a time. Needs quantization=none, engine=torch, device=cpu and dtype=float32."""
     engine: str = Field("torch", description=f"Engine that generates: {ENGINES.help()}.")
     vllm: VllmConfig = VllmConfig()
     device: Literal["cpu", "cuda"] = "cpu"
@@ -130,6 +134,28 @@ class RolloutConfig(Section):
             raise ValueError(f"max_workers ({self.max_workers}) is below workers ({self.workers})")
         if self.router_replay_weights and self.router_replay == "off":
             raise ValueError("router_replay_weights needs router_replay=rollout or always")
+        return self
+
+    @model_validator(mode="after")
+    def _drafts(self) -> "RolloutConfig":
+        if not self.lossless:
+            return self
+        if not self.engine_entry.drafts:
+            engines = " or ".join(name for name, entry in ENGINES.entries.items() if entry.drafts)
+            raise ValueError(
+                f"lossless needs drafts that are drawn with the noise of their places, which the sampler of "
+                f"engine={self.engine} cannot share: use engine={engines}"
+            )
+        if self.quantization != "none":
+            raise ValueError(
+                f"lossless draws what full precision draws, and its own codes draft: set quantization=none, not "
+                f"{self.quantization}"
+            )
+        if (self.device, self.dtype) != ("cpu", "float32"):
+            raise ValueError(
+                f"lossless needs products whose bits do not depend on the number of tokens: device=cpu and "
+                f"dtype=float32, not {self.device} and {self.dtype}"
+            )
         return self
 
     @property

@@ -60,6 +60,7 @@ def rollout_options(
         compile=config.compile,
         routes=config.router_replay != "off",
         route_weights=config.router_replay_weights,
+        lossless=config.lossless,
         sleeps=colocated,
         start_timeout_s=config.start_limit_s,
     )
@@ -82,6 +83,7 @@ def torch_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
         compile=torch.compile if options.compile else None,
         routes=options.routes,
         route_weights=options.route_weights,
+        drafts=options.lossless,
     )
 
 

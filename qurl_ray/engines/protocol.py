@@ -50,6 +50,8 @@ class EngineOptions:
     """Note the experts of each token."""
     route_weights: bool = False
     """Note their weights, too."""
+    lossless: bool = False
+    """Draft tokens with codes of weights in full precision."""
     sleeps: bool = False
     """It must be able to sleep while a learner uses its device."""
     start_timeout_s: float = 600.0

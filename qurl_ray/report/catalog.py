@@ -245,6 +245,14 @@ _COST = (
         (Panel((Series("rollout", "rollout/tokens_per_second"),), "tokens/s", zero=True),),
     ),
     Chart(
+        "Drafts",
+        "Tokens of a row that a pass in full precision draws, and the share of drafts that agree (rollout.lossless).",
+        (
+            Panel((Series("tokens", "rollout/tokens_per_pass"),), "tokens per pass", zero=True),
+            Panel((Series("agreement", "rollout/draft_agreement", 2),), "of the drafts", percent=True),
+        ),
+    ),
+    Chart(
         "Optimizer",
         "Values of the step's last update; the norm is the one before clipping.",
         (

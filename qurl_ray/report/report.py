@@ -232,6 +232,8 @@ def _figures(record: RunRecord) -> Iterator[tuple[str, str, str]]:
         yield "samples per second", short(_total(record, "rollout/samples") / seconds), "all phases"
     if rollout:
         yield "rollout speed", f"{_total(record, 'rollout/tokens') / rollout:,.0f}", "tokens/s"
+        if per_pass := [n for _, values in record.rows if (n := values.get("rollout/tokens_per_pass")) is not None]:
+            yield "tokens per pass", short(math.fsum(per_pass) / len(per_pass)), "of a row, right drafts included"
         yield "rollouts' share", f"{100 * rollout / seconds:.0f} %" if seconds else MISSING, "of the training time"
     if rhos := [rho for _, values in record.rows if (rho := values.get("mismatch/max_rho")) is not None]:
         yield "largest rho", short(max(rhos)), "of all tokens"

@@ -9,8 +9,9 @@ log-prob is so that of an engine without drafts, bit for bit, whatever the draft
 - A sync sends full precision, with one manifest, verified as always. Codes are made here, and verified by nothing.
 - Drafts attend to the verified keys and values of earlier tokens. Their own are written where the verifying pass
   replaces them before it reads them, in the same cache. A wrong draft's are replaced when its place is drawn again.
-- All linears are drafted with codes, the head too (quantization.keep does not apply), with channels equalized by factors
-  that are measured at the first load. A model's own adapter is merged into its codes; adapters by name are left out.
+- All linears are drafted with codes, the head too (quantization.keep does not apply), with channels equalized by
+  factors that are measured at the first load. A model's own adapter is merged into its codes; those by name are left
+  out.
 - The number of drafts follows the share of right ones, and the times of passes that are measured at the first load.
 
 This is speculative decoding (https://arxiv.org/abs/2211.17192) with common random numbers in place of rejection

@@ -49,6 +49,9 @@ class Collected:
     lengths: list[int] = field(default_factory=list)
     truncated: int = 0
     garbage: int = 0
+    drafted: int = 0
+    """Drafts that were compared with the token drawn in their place, and those that were this token."""
+    agreed: int = 0
     uniform_groups: int = 0
     all_groups: int = 0
     failed: dict[str, int] = field(default_factory=dict)
@@ -281,6 +284,8 @@ class Collector:
         collected.rewards += [v.reward for v in verdicts if v.status == "ok"]
         collected.lengths += lengths.tolist()
         collected.garbage += garbage_tokens([c.drawn_ids for c in completions])
+        collected.drafted += sum(c.drafted for c in completions)
+        collected.agreed += sum(c.agreed for c in completions)
         collected.truncated += sum(c.finish == "length" for c in completions)
         collected.all_groups += len(rewards_PG)
         collected.uniform_groups += int(uniform_P.sum())

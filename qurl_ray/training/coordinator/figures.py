@@ -45,6 +45,9 @@ def step_figures(
         "grad_norm": results[0].grad_norm,
         "skipped_updates": results[0].skipped_updates,
     }
+    if collected.drafted:
+        values["rollout/draft_agreement"] = collected.agreed / collected.drafted
+        values["rollout/tokens_per_pass"] = collected.tokens / (collected.tokens - collected.agreed)
     versions = [s.versions if s.mask is None else s.versions[s.mask] for group in collected.groups for s in group]
     if versions:
         drawn_by, counts = np.unique(np.concatenate(versions), return_counts=True)

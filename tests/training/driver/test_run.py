@@ -82,6 +82,42 @@ def test_full_precision_rollouts_match_the_learner_exactly_and_learn_the_same_wa
     assert torch.equal(parameters(first.policy), parameters(again.policy))
 
 
+FULL = ["rollout.quantization=none", "algorithm.correction=ignore"]
+
+
+@pytest.mark.equal_bits
+def test_a_run_whose_tokens_are_drafted_ends_with_the_parameters_of_one_without_drafts(tmp_path, cluster):
+    found = {}
+    for engine in ("plain", "drafting"):
+        chosen = f"rollout.engine=tests.training.engines:{engine}"
+        found[engine] = small_run(tmp_path / engine, *FULL, "steps=2", "evaluation.problems=8", chosen)
+    assert torch.equal(parameters(found["drafting"].policy), parameters(found["plain"].policy))
+    for line in events(found["drafting"].run_dir, "step"):
+        assert 0.3 < line["values"]["rollout/draft_agreement"] <= 1
+        assert 1 < line["values"]["rollout/tokens_per_pass"] <= 4
+        assert line["values"]["mismatch/kl"] == 0
+    assert all("rollout/tokens_per_pass" not in line["values"] for line in events(found["plain"].run_dir, "step"))
+
+
+@pytest.mark.slow
+def test_a_run_with_drafts_that_was_interrupted_and_resumed_ends_where_the_undisturbed_one_does(tmp_path, cluster):
+    settings = [*WHOLE, *FULL, "rollout.engine=tests.training.engines:drafting"]
+    assert_resumed_ends_like(run(load_config(None, [*settings, f"output_dir={tmp_path}"])), tmp_path, settings)
+
+
+@pytest.mark.slow
+def test_three_steps_of_smollm2_without_loss_have_the_parameters_of_full_precision(tmp_path, cluster):
+    few = ["rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_new_tokens=24"]
+    few += ["rollout.slots=2", "steps=3", "tracking.mlflow=false", "tracking.console=none", "evaluation.problems=2"]
+    few += ["quantization.uaq_scale=1", "algorithm.dynamic_sampling=false", "export.quantized=none", *FULL]
+    found = {}
+    for lossless in ("false", "true"):
+        settings = [*few, f"output_dir={tmp_path / lossless}", f"rollout.lossless={lossless}"]
+        found[lossless] = run(load_config(ROOT / "qurl_ray" / "configs" / "smollm2_135m.yaml", settings))
+    assert torch.equal(parameters(found["true"].policy), parameters(found["false"].policy))
+    assert all(line["values"]["rollout/tokens_per_pass"] > 1 for line in events(found["true"].run_dir, "step"))
+
+
 @pytest.mark.slow
 def test_acr_is_active_where_the_format_is_coarse(tmp_path, cluster):
     result = small_run(
