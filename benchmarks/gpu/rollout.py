@@ -20,7 +20,7 @@ from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.engines.torch.batch import RunningBatch
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.engines.torch.graphs import Capture, CudaCapture
-from qurl_ray.engines.torch.sampling import sample
+from qurl_ray.engines.torch.sampling import noise_keys, sample
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.types import Request, SamplingParams
 from qurl_ray.weights.local import quantize_into
@@ -124,12 +124,13 @@ def timed(bench: Bench, shape: Shape, count: int, calls: dict[tuple[str, int], C
 def head_ms(bench: Bench, shape: Shape, count: int) -> float:
     """Milliseconds that head product and draw take longer with the whole vocabulary than with the engines'."""
     new = partial(torch.randn, device=bench.device, dtype=bench.dtype)
-    states_Bd, uniform_B = new(count, shape.hidden), torch.rand(count, dtype=torch.float64)
+    states_Bd = new(count, shape.hidden)
+    keys_B = noise_keys(np.arange(count, dtype=np.uint64), np.zeros(count, dtype=np.int64))
     sizes = {min(VOCABULARY, shape.vocab), shape.vocab}
     heads = {size: 0.02 * new(size, shape.hidden) for size in sizes}
 
     def draw(size: int) -> None:
-        tokens_B, logprobs_B = sample(linear(states_Bd, heads[size]), SamplingParams(), uniform_B)
+        tokens_B, logprobs_B = sample(linear(states_Bd, heads[size]), SamplingParams(), keys_B)
         tokens_B.cpu(), logprobs_B.cpu()  # like the engine, which waits for both
 
     took = bench.take_turns({size: partial(draw, size) for size in sizes})

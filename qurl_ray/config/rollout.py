@@ -34,9 +34,9 @@ class RolloutConfig(Section):
     scale per 128 columns. A format without a kernel on the device is emulated in float32, which saves no time; int4
     always is."""
     lossless: bool = False
-    """Draft tokens with INT8 codes, which the engine makes of its weights in full precision, and keep what these verify:
-    tokens and log-probs are those of `quantization=none`, bit for bit, and come sooner where few answers are decoded at
-    a time. Needs quantization=none, engine=torch, device=cpu and dtype=float32."""
+    """Draft tokens with INT8 codes, which the engine makes of its weights in full precision, and keep what these
+    verify: tokens and log-probs are those of `quantization=none`, bit for bit, and come sooner where few answers are
+    decoded at a time. Needs quantization=none, engine=torch, device=cpu and dtype=float32."""
     engine: str = Field("torch", description=f"Engine that generates: {ENGINES.help()}.")
     vllm: VllmConfig = VllmConfig()
     device: Literal["cpu", "cuda"] = "cpu"

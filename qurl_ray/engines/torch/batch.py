@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from qurl_ray.engines.torch.sampling import sample, uniforms
+from qurl_ray.engines.torch.sampling import noise_keys, sample
 from qurl_ray.policy.logprobs import log_softmax
 from qurl_ray.types import Completion, Finish, Request, SamplingParams
 
@@ -122,13 +122,13 @@ class RunningBatch:
     ) -> Iterator[tuple[SamplingParams, np.ndarray, np.ndarray, np.ndarray]]:
         """Yield (parameters, indices into `running`, their tokens and log-probs) for each different set of
         parameters."""
-        uniform_B = uniforms(self._seeds[running], self._drawn_before[running] + self._drawn[running] + ahead)
+        keys_B = noise_keys(self._seeds[running], self._drawn_before[running] + self._drawn[running] + ahead)
         for kind, params in enumerate(self._kinds):
             chosen = np.flatnonzero(self._kind[running] == kind)
             if not len(chosen):
                 continue
             part = logits_BV if len(chosen) == len(running) else logits_BV[torch.from_numpy(chosen)]
-            drawn = sample(part, params, uniform_B[torch.from_numpy(chosen)])
+            drawn = sample(part, params, keys_B[chosen])
             tokens, logprobs = (tensor.cpu().numpy() for tensor in drawn)
             yield params, chosen, tokens, logprobs
 
@@ -264,8 +264,8 @@ class OpenBatch(RunningBatch):
             own = logprobs_AV.gather(1, torch.from_numpy(tokens[asked]).long()[:, None])[:, 0].tolist()
             counts = self._top[who[asked]].tolist()
             values, ids = (top.tolist() for top in logprobs_AV.topk(min(max(counts), logprobs_AV.shape[1]), dim=-1))
-            rows = zip(who[asked].tolist(), own, counts, ids, values, strict=True)
-            for place, drawn, count, likeliest, logprobs in rows:
+            likely = zip(who[asked].tolist(), own, counts, ids, values, strict=True)
+            for place, drawn, count, likeliest, logprobs in likely:
                 requested[place] = (drawn, tuple(zip(likeliest[:count], logprobs[:count], strict=True)))
         for place, token in zip(who.tolist(), tokens.tolist(), strict=True):
             logprob, top = requested.get(place, (None, ()))

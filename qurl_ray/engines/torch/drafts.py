@@ -14,8 +14,8 @@ log-prob is so that of an engine without drafts, bit for bit, whatever the draft
   out.
 - The number of drafts follows the share of right ones, and the times of passes that are measured at the first load.
 
-This is speculative decoding (https://arxiv.org/abs/2211.17192) with common random numbers in place of rejection
-sampling, which would keep distributions but not tokens.
+This is speculative decoding (https://arxiv.org/abs/2211.17192) with noise that both share
+(https://arxiv.org/abs/2408.07978) in place of rejection sampling, which would keep the distribution but not the tokens.
 """
 
 import copy
