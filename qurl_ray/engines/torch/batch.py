@@ -10,8 +10,8 @@ from qurl_ray.engines.torch.sampling import noise_keys, sample
 from qurl_ray.policy.logprobs import log_softmax
 from qurl_ray.types import Completion, Finish, Request, SamplingParams
 
-Rows = slice | np.ndarray
-"""Rows of a batch."""
+_Rows = slice | np.ndarray
+"""_Rows of a batch."""
 _ALL = slice(None)
 
 
@@ -65,7 +65,7 @@ class RunningBatch:
         """Name of the adapter of each running row."""
         return [self._adapters[index] for index in self.running()]
 
-    def draw(self, logits_BV: torch.Tensor, rows: Rows = _ALL) -> None:
+    def draw(self, logits_BV: torch.Tensor, rows: _Rows = _ALL) -> None:
         """Draw one token for each of these rows from their logits."""
         running = self.running()[rows]
         for params, chosen, tokens, logprobs in self._sampled(logits_BV, running):
@@ -251,7 +251,7 @@ class OpenBatch(RunningBatch):
         self._adapters[place] = request.adapter
         return place
 
-    def draw(self, logits_BV: torch.Tensor, rows: Rows = _ALL) -> None:
+    def draw(self, logits_BV: torch.Tensor, rows: _Rows = _ALL) -> None:
         who = self.running()[rows].copy()
         super().draw(logits_BV, rows)
         tokens = self._tokens[who, self._drawn[who] - 1]

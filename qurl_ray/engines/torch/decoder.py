@@ -27,7 +27,7 @@ from qurl_ray.policy.settings import head_dim
 from qurl_ray.quant.linear import QuantizedLinear
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
-Forward = Callable[[torch.Tensor, torch.Tensor, Cache], torch.Tensor]
+ForwardPass = Callable[[torch.Tensor, torch.Tensor, Cache], torch.Tensor]
 """Function of ids, their positions and a cache that returns final states."""
 
 _KNOWN = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -122,7 +122,7 @@ class _Layer:
 
 
 class Decoder:
-    """Forward pass of a model. It holds the weights it was built with, so it is rebuilt after each load.
+    """ForwardPass pass of a model. It holds the weights it was built with, so it is rebuilt after each load.
 
     Args:
         adapters: added to the results of linears; the model's own alone if absent.

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.engines.torch.adapters import RowAdapters
-from qurl_ray.engines.torch.decoder import Apply, Decoder, Forward, head_of, knows, through_transformers
+from qurl_ray.engines.torch.decoder import Apply, Decoder, ForwardPass, head_of, knows, through_transformers
 from qurl_ray.engines.torch.slots import SlotCache
 from qurl_ray.engines.torch.weights import EngineWeights
 from qurl_ray.errors import QuantizationError
@@ -105,14 +105,14 @@ class Drafter:
 
     def __init__(self, *, emulate: bool) -> None:
         self._emulate = emulate
-        self._forward: Forward | None = None
+        self._forward: ForwardPass | None = None
         self._head: Apply
         self._kernels: list[str] = []
         self._factors: Mapping[str, Factors] | None = None
         self._costs: Costs | None = None
         self._right, self._judged = _RIGHT, _OF
 
-    def load(self, model: PreTrainedModel, forward: Forward, head: Apply, cache: Callable[[], SlotCache]) -> None:
+    def load(self, model: PreTrainedModel, forward: ForwardPass, head: Apply, cache: Callable[[], SlotCache]) -> None:
         """Make codes of a model's weights, which they then follow no more.
 
         Args:
@@ -186,7 +186,7 @@ class Drafter:
         return copied
 
     @torch.inference_mode()
-    def _measured(self, forward: Forward, head: Apply, cache: SlotCache) -> Costs:
+    def _measured(self, forward: ForwardPass, head: Apply, cache: SlotCache) -> Costs:
         ids = torch.zeros(MEASURED, 1, dtype=torch.int64)
         places = torch.arange(MEASURED)[None]
 
