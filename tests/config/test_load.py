@@ -373,7 +373,7 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
             "cuda_graphs needs engine=torch or vllm and device=cuda, not engine=torch and device=cpu",
         ),
         ("rollout: {compile: true}", "not engine=torch and device=cpu: on a CPU, engine and learner agree bit for bit"),
-        ("rollout: {lossless: true}", "lossless draws what full precision draws.*set quantization=none, not int8"),
+        ("rollout: {lossless: true}", "and its own codes draft: set quantization=none, not int8"),
         (
             "rollout: {lossless: true, quantization: none, engine: vllm}",
             "the sampler of engine=vllm cannot share: use engine=torch",
