@@ -11,7 +11,7 @@ from qurl_ray.policy.logprobs import log_softmax
 from qurl_ray.types import Completion, Finish, Request, SamplingParams
 
 _Rows = slice | np.ndarray
-"""_Rows of a batch."""
+"""Rows of a batch, from one to another or by their numbers."""
 _ALL = slice(None)
 
 
