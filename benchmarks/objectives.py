@@ -243,14 +243,25 @@ class Moments:
         return max(0.0, float(self.mean_N.square().sum()) - self.variance / self.count)
 
 
-def moments(given: Rollouts, theta_KV: torch.Tensor, correction: CorrectionSettings, *, exact: bool) -> Moments:
+CLIP = (DAPO().clip_low, DAPO().clip_high)
+
+
+def moments(
+    given: Rollouts,
+    theta_KV: torch.Tensor,
+    correction: CorrectionSettings,
+    *,
+    exact: bool,
+    clip: tuple[float, float] = CLIP,
+) -> Moments:
+    """Return the moments of the objective with the bounds 1 - clip[0] and 1 + clip[1]."""
     lam = 1.0
     if correction.ess_floor is not None:
         total = sum(_weighted(part, correct(*part.rho(), correction).weight_BT) for part in given.parts())
         lam = strength(total, correction.ess_floor)
     mean_N, square, total = torch.zeros(CONTEXTS * V), 0.0, torch.zeros(3)
     for part in given.parts():
-        gradient_BN = gradients(part, theta_KV, correction, lam)
+        gradient_BN = gradients(part, theta_KV, correction, lam, clip)
         mean_N += part.share_B @ gradient_BN
         square += float(part.share_B @ gradient_BN.square().sum(1))
         log_rho_BT, mask_BT = part.rho()
@@ -270,11 +281,13 @@ def _weighted(part: Rollouts, weight_BT: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.share_B @ power_BT.mean(1) for power_BT in powers])
 
 
-def gradients(part: Rollouts, theta_KV: torch.Tensor, correction: CorrectionSettings, lam: float) -> torch.Tensor:
+def gradients(
+    part: Rollouts, theta_KV: torch.Tensor, correction: CorrectionSettings, lam: float, clip: tuple[float, float]
+) -> torch.Tensor:
     """Gradient [B, K·V] of each answer's objective with respect to theta's logits."""
     at_BT = part.contexts_BT * V + part.tokens_BT
     logprobs_BT = theta_KV.log_softmax(-1).flatten()[at_BT].requires_grad_()
-    settings = ObjectiveSettings(correction=correction, clip_low=DAPO().clip_low, clip_high=DAPO().clip_high)
+    settings = ObjectiveSettings(correction=correction, clip_low=clip[0], clip_high=clip[1])
     loss, _ = objective(logprobs_BT, part.prox_BT, part.behavior_BT, part.advantages_B, part.rho()[1],
                         Denominators(tokens=at_BT.shape[1], sequences=1), settings, strength=lam)  # fmt: skip
     (slope_BT,) = torch.autograd.grad(-loss, logprobs_BT)
@@ -282,15 +295,15 @@ def gradients(part: Rollouts, theta_KV: torch.Tensor, correction: CorrectionSett
     return (slope_BKV - slope_BKV.sum(2, keepdim=True) * theta_KV.softmax(-1)).flatten(1)
 
 
-def later(given: Problem, on_p: Rollouts) -> torch.Tensor:
-    """Return theta after a step along the gradient, the longest one with |log R| <= log 2 for all tokens."""
+def later(given: Problem, on_p: Rollouts, ratio: float = 2.0) -> torch.Tensor:
+    """Return theta after a step along the gradient, the longest one with R from 1/ratio to ratio for all tokens."""
     step_KV = moments(on_p, given.logits_KV, CorrectionSettings(), exact=True).mean_N.view(CONTEXTS, V)
     step_KV = step_KV / step_KV.norm()
     before_KV = given.logits_KV.log_softmax(-1)
 
     def small(size: float) -> bool:
         moved_KV = (given.logits_KV + size * step_KV).log_softmax(-1) - before_KV
-        return float(moved_KV.abs().max()) < math.log(2)
+        return float(moved_KV.abs().max()) < math.log(ratio)
 
     return given.logits_KV + bisect(small, 0.0, 100.0) * step_KV
 

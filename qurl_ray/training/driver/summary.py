@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_ray.config import RunConfig
+from qurl_ray.config.algorithm import ACR, TIS, AlgorithmConfig
 from qurl_ray.errors import CheckpointError
 from qurl_ray.evaluation.statistics import paired_p_value
 from qurl_ray.files import write_whole
@@ -49,11 +50,31 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
         "quantization": config.rollout.quantization,
         "quantized_format": config.evaluated_format,
         "correction": config.algorithm.correction.type,
+        **_effect(config.algorithm, totals),
         "uaq_scale": config.quantization.uaq_scale,
         "acr_active_tokens": int(sums["acr_active_tokens"]) if config.algorithm.correction.type == "acr" else 0,
         "stopped_by_guard": totals.guard_level == Level.STOP,
         "max_rho": totals.max_rho,
     }
+
+
+def _effect(algorithm: AlgorithmConfig, totals: RunTotals) -> dict[str, str]:
+    """What ACR, or TIS of tokens, changed, and where it changed nothing the reason; nothing for other corrections."""
+    match algorithm.correction:
+        case ACR(is_cap=cap, metrics_only=False) | TIS(is_cap=cap, unit="token", metrics_only=False):
+            largest, kept = totals.max_rho, int(totals.sums["acr_active_tokens"])
+        case _:
+            return {}
+    if largest is None:
+        return {}
+    if largest <= cap:
+        return {"correction_effect": f"no weight truncated: the largest rho was {largest:.3g}, and C = {cap:g}"}
+    parts = [f"weights truncated, up to a rho of {largest:.3g}, with C = {cap:g}"]
+    if isinstance(algorithm.correction, ACR):
+        one = algorithm.updates_per_rollout == 1
+        same = "as it is with one update per rollout" if one else "no truncated token reached the clip"
+        parts.append(f"{kept:,} tokens kept that TIS would clip" if kept else f"ACR was TIS: {same}")
+    return {"correction_effect": "; ".join(parts)}
 
 
 def _adapter(config: RunConfig, totals: RunTotals) -> dict[str, str]:

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from qurl_ray.config import RunConfig
+from qurl_ray.config import RunConfig, load_config
 from qurl_ray.errors import CheckpointError
 from qurl_ray.training.coordinator.figures import evaluation_figures
 from qurl_ray.training.driver.summary import summarize, write_summary
@@ -48,6 +48,26 @@ def test_adapters_are_named_with_their_share_of_the_parameters():
     totals.add(Event(kind="info", step=0, message="adapters: …", values={"adapter/share": 0.0349}))
     assert summarize(config, totals)["adapter"].endswith("over int8 codes, 3.5% of the parameters")
     assert RunTotals.of(totals.state()).trained_share == 0.0349
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rho", "kept", "expected"),
+    [
+        ("correction=acr", 1.4, 0, "no weight truncated: the largest rho was 1.4, and C = 2"),
+        ("correction=acr", 3.1, 0, "up to a rho of 3.1, with C = 2; ACR was TIS: no truncated token reached the clip"),
+        ("correction=acr", 3.1, 12, "up to a rho of 3.1, with C = 2; 12 tokens kept that TIS would clip"),
+        ("correction=acr updates_per_rollout=1", 3.1, 0, "as it is with one update per rollout"),
+        ("correction=tis", 3.1, 0, "weights truncated, up to a rho of 3.1, with C = 2"),
+        ("correction=sequence_tis", 3.1, 0, None),
+        ("correction=monitor", 3.1, 5, None),
+    ],
+)
+def test_the_effect_of_a_correction_is_told_and_the_reason_where_it_had_none(algorithm, rho, kept, expected):
+    totals = RunTotals()
+    totals.add(step(1, mismatch__max_rho=rho, acr_active_tokens=kept))
+    config = load_config(None, [f"algorithm.{setting}" for setting in algorithm.split()])
+    told = summarize(config, totals).get("correction_effect")
+    assert told is None if expected is None else told.endswith(expected)
 
 
 def test_rewards_of_0_and_1_have_the_same_figures_under_both_names():
