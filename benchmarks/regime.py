@@ -13,8 +13,8 @@ how far the policy has moved since the rollouts (the largest R). Each figure is 
 
 Errors are given against the clipped objective on policy, and against that without any clip.
 
-Part `runs`: reinforcement learning of a tiny policy, one axis at a time from a centre. Runs are kept (cells.py): a second
-call makes missing ones only. Seeds differ in the policy, its cold start, and what is drawn.
+Part `runs`: reinforcement learning of a tiny policy, one axis at a time from a centre. Runs are kept (cells.py), and a
+second call makes missing ones only. Seeds differ in the policy, its cold start, and what is drawn.
 """
 
 import json
@@ -407,8 +407,8 @@ def exact_table(small: Sequence[dict[str, Any]]) -> list[str]:
     farther = sum(change(one, "clipped") > 0 for one in acts)
     nearer = sum(change(one, "unclipped") < 0 for one in acts)
     lines = [
-        f"ACR's gradient differs from that of TIS in {len(acts)} of {len(small)} settings (medians over policies). It is",
-        f"farther from the gradient of the clipped objective on policy in {farther} of them, and nearer to that of the",
+        f"ACR's gradient differs from that of TIS in {len(acts)} of {len(small)} settings (medians over policies).",
+        f"It is farther from the gradient of the clipped objective on policy in {farther}, and nearer to that of the",
         f"objective without a clip in {nearer}.",
         "",
         "| noise | largest R | KL | C | acts % | cut % | error, clipped: TIS, ACR, control | without a clip |",
