@@ -11,10 +11,11 @@ import torch
 
 from benchmarks.gpu.bench import Bench, Figures
 from qurl_ray.planning.shapes import Shape
+from qurl_ray.quant.elements import floats
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.kernels import why_emulated
 from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
-from qurl_ray.quant.quantize import QTensor, dequantize_rows, floats, quantize, quantize_rows
+from qurl_ray.quant.quantize import QTensor, dequantize_rows, quantize, quantize_rows
 from qurl_ray.quant.training import across_tokens, products_for
 from qurl_ray.quant.unified import unified_linear
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from qurl_ray.quant.quantize import floats
+from qurl_ray.quant.elements import floats
 
 E4M3_MAX = 448.0
 MARGIN = 2.0  # headroom above the maxima of the fixed sequence, for other sequences

@@ -6,12 +6,13 @@ where a shard of the weight lies in each. Nothing outside quant/ assumes a byte 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from qurl_ray.errors import QuantizationError
+from qurl_ray.quant.elements import E2M1, E4M3, E4M3_MAX, INT4, Element, e8m0_scale, e8m0_values
 
 Range = tuple[int, int]
 """First and last + 1."""
@@ -56,7 +57,8 @@ class Format:
 
     name: str
     dtype: torch.dtype
-    """Type of the codes, one byte each. Integer codes are evenly spaced; codes of a float type are its values."""
+    """Type of the codes, one byte each; uint8 where a byte holds two. Integer codes are evenly spaced; codes of a float
+    type are its values."""
     weight_max: int
     """Largest weight code; codes lie in [-weight_max, weight_max]."""
     activation_max: int | None
@@ -70,6 +72,8 @@ class Format:
 
     codec: Codec | None = None
     """Arrays of its own; None means a byte per code, and a float32 scale per block of `rows` × `group` codes."""
+    whole: bool = False
+    """True if a scale belongs to the whole tensor, so that no part of one gets its codes by itself."""
 
     def parts(self, shape: Sequence[int]) -> tuple[FormatPart, ...]:
         """Return the arrays of a weight of this shape, [N, K]."""
@@ -113,6 +117,81 @@ class Format:
         return 1 / self.activation_max
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """Codec of blocks: `group` columns of one row share a scale, w[n, k] ≈ code[n, k] · step[n, k // group].
+
+    | scale | step of a block with largest magnitude a | arrays |
+    |---|---|---|
+    | float32 | a / weight_max | codes, steps |
+    | e8m0 | 2^(floor(log2 a) − floor(log2 weight_max)) | codes, exponents |
+    | e4m3 | E4M3(a / weight_max / outer) · outer, outer = max a / (448 · weight_max) | codes, E4M3, outer [N, 1] |
+
+    A code is w / step, rounded to nearest; with E8M0, the largest may exceed weight_max, and become it. Blocks that are
+    too small for a step are zeros. `outer` belongs to the tensor; each row has it, so that tensors can be fused.
+    """
+
+    element: Element
+    scale: Literal["float32", "e8m0", "e4m3"]
+
+    def encode(self, w_NK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, ...]:
+        w_NGg = w_NK.unflatten(1, (-1, fmt.group or 1))
+        amax_NG = w_NGg.abs().amax(dim=2)
+        scales = self._scales(amax_NG, fmt)
+        step_NG = self._steps(scales)
+        ratios = w_NGg / torch.where(step_NG == 0, torch.inf, step_NG).unsqueeze(2)
+        return self.element.codes(ratios.clamp_(-fmt.weight_max, fmt.weight_max).flatten(1)), *scales
+
+    def decode(self, parts: Sequence[torch.Tensor], fmt: Format) -> torch.Tensor:
+        codes, *scales = parts
+        values_NGg = self.element.values(codes).unflatten(1, (-1, fmt.group or 1))
+        return values_NGg.mul_(self._steps(scales).unsqueeze(2)).flatten(1)
+
+    def shape(self, parts: Sequence[torch.Tensor], fmt: Format) -> torch.Size:
+        rows, width = parts[0].shape
+        return torch.Size((rows, self.element.in_byte * width))
+
+    def parts(self, shape: Sequence[int], fmt: Format) -> tuple[FormatPart, ...]:
+        (rows, columns), byte, single = shape, np.dtype(np.uint8), np.dtype(np.float32)
+        codes = FormatPart(byte, (rows, columns // self.element.in_byte))
+        scales = FormatPart(single if self.scale == "float32" else byte, (rows, columns // (fmt.group or 1)))
+        return (codes, scales, FormatPart(single, (rows, 1))) if fmt.whole else (codes, scales)
+
+    def cut(self, shape: Sequence[int], rows: Range, columns: Range, fmt: Format) -> tuple[tuple[slice, slice], ...]:
+        blocks = fmt._blocks(columns, shape[1], fmt.group or 1, "columns")
+        codes = slice(columns[0] // self.element.in_byte, columns[1] // self.element.in_byte)
+        places = (slice(*rows), codes), (slice(*rows), blocks), (slice(*rows), slice(0, 1))
+        return places if fmt.whole else places[:2]
+
+    def _scales(self, amax_NG: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, ...]:
+        if self.scale == "e8m0":
+            return (e8m0_scale(amax_NG, fmt.weight_max),)
+        # Divisors are tensors on the device: by a number, CUDA multiplies with the reciprocal, and last bits differ.
+        step_NG = amax_NG / amax_NG.new_full((), fmt.weight_max)
+        if self.scale == "float32":
+            return (torch.where(step_NG == 0, 1.0, step_NG),)
+        outer = amax_NG.max() / amax_NG.new_full((), E4M3_MAX * fmt.weight_max)
+        outer = torch.where(outer == 0, 1.0, outer)
+        return E4M3.codes(step_NG / outer), outer.expand(len(amax_NG), 1).contiguous()
+
+    def _steps(self, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.scale == "float32":
+            return scales[0]
+        return e8m0_values(scales[0]) if self.scale == "e8m0" else E4M3.values(scales[0]) * scales[1]
+
+
+def _in_blocks(name: str, element: Element, *, group: int, scale: Literal["float32", "e8m0", "e4m3"]) -> Format:
+    return Format(
+        name=name,
+        dtype=torch.uint8 if element.in_byte == 2 else torch.float8_e4m3fn,
+        weight_max=element.largest,
+        activation_max=None,
+        group=group,
+        codec=Blocks(element=element, scale=scale),
+        whole=scale == "e4m3",
+    )
+
+
 FORMATS = {
     "int8": Format(name="int8", dtype=torch.int8, weight_max=127, activation_max=127, group=None),
     # E4M3. On CPUs there is no kernel for it (quant/kernels.py): the engine announces emulation.
@@ -127,8 +206,13 @@ FORMATS = {
         rows=128,
         activation_group=128,
     ),
-    # Coarse, weight-only, emulated everywhere.
-    "int4": Format(name="int4", dtype=torch.int8, weight_max=7, activation_max=None, group=128),
+    # Those below are weight-only and emulated everywhere.
+    "int4": _in_blocks("int4", INT4, group=128, scale="float32"),
+    # An E4M3 scale per 16 codes, below a float32 (Pretraining LLMs with NVFP4, https://arxiv.org/abs/2509.25149).
+    "nvfp4": _in_blocks("nvfp4", E2M1, group=16, scale="e4m3"),
+    # OCP Microscaling Formats 1.0.
+    "mxfp4": _in_blocks("mxfp4", E2M1, group=32, scale="e8m0"),
+    "mxfp8": _in_blocks("mxfp8", E4M3, group=32, scale="e8m0"),
 }
 
 

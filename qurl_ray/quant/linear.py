@@ -11,9 +11,10 @@ from torch import nn
 
 from qurl_ray.errors import StaleWeights
 from qurl_ray.numerics.products import linear
+from qurl_ray.quant.elements import floats
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.kernels import IN_PLACE, kernel_for, named_kernel
-from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats, quantize_rows
+from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize_rows
 
 _ROWS = 5
 """Rows with which a packed weight is compared with the one before."""

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import pad
 
 from qurl_ray.errors import QuantizationError
+from qurl_ray.quant.elements import floats
 from qurl_ray.quant.formats import Format, Range
 
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # `shared` names the consequence
@@ -70,7 +71,6 @@ def shared(array: np.ndarray) -> torch.Tensor:
 _MIDDLE = 128.0
 _MIDDLE_TENSOR = torch.tensor(_MIDDLE)  # made once: every product of INT8 codes needs it
 _ONE_APART = 1.5 * 2.0**23
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 _LEAST = torch.finfo(torch.float32).tiny
 
 
@@ -108,11 +108,13 @@ def quantize_by(
     *,
     finite: bool = False,
 ) -> QTensor:
-    """Quantize like `quantize`, with another `rounding` of w / scale to codes (float32 to float32).
+    """Quantize like `quantize` to a format without a codec, with another `rounding` of w / scale to codes (float32 to
+    float32).
 
     Args:
         clip: share of max|w| that the largest code represents; larger values are clipped to that code.
     """
+    assert not fmt.codec, "its arrays are its own"
     _check(w_NK, fmt)
     rows, columns = w_NK.shape
     group = fmt.group or columns
@@ -268,10 +270,3 @@ def nearest(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the code nearest to each x, ties to even, as float32. x must be in the range of the codes (int: any x).
     The result may reuse the memory of x."""
     return floats(x.to(fmt.dtype)) if fmt.dtype.is_floating_point else x.round_()
-
-
-def floats(codes: torch.Tensor) -> torch.Tensor:
-    """Return codes of any type as float32. For E4M3 on CPUs, torch takes four times as long as this table."""
-    if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
-        return codes.float()
-    return _E4M3.index_select(0, codes.contiguous().view(torch.uint8).int().view(-1)).view(codes.shape)

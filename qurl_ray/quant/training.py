@@ -18,10 +18,11 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from qurl_ray.errors import QuantizationError
+from qurl_ray.quant.elements import floats
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.kernels import ScaledMmBlock, column_major
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.quant.quantize import QTensor, dequantize_rows, filled, floats, fused_kernels, quantize_rows
+from qurl_ray.quant.quantize import QTensor, dequantize_rows, filled, fused_kernels, quantize_rows
 
 CodesAndMaxima = tuple[torch.Tensor, torch.Tensor]
 """Codes of rows and the maximum of each group, as `quantize_rows` returns them. Codes may have the format's type."""

@@ -24,10 +24,11 @@ from torch.autograd.function import once_differentiable
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.numerics.products import product_with
+from qurl_ray.quant.elements import floats
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, floats, quantize, row_codes
+from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize, row_codes
 from qurl_ray.quant.training import PRODUCTS, products_for
 
 Backward = Literal["quantized", "straight_through", "full"]
@@ -95,10 +96,10 @@ class _How:
         return quantize(self.factors.weight(weight), self.fmt, finite=not weight.is_cpu)
 
     def codes(self, weight: tuple[torch.Tensor, ...]) -> QTensor:
-        """Return the codes of a weight, which is given as the parameter, or as codes and scales."""
+        """Return the codes of a weight, which is given as the parameter, or as the parts of its format."""
         if len(weight) == 1:
             return self.quantize(weight[0])
-        return QTensor(codes=weight[0], scale=weight[1], fmt=self.fmt)
+        return QTensor.of(weight, self.fmt)
 
 
 def _check(weight: torch.Tensor, fmt: Format, backward: str, codes: QTensor | None) -> None:
@@ -123,8 +124,9 @@ class _UnifiedLinear(torch.autograd.Function):
         ctx.how, ctx.shape = how, x.shape
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         # The caller's codes may differ from those of the weight now, and their memory is the caller's.
-        ctx.from_codes = codes is not None and how.backward != "full"
-        kept = (codes.codes, codes.scale) if ctx.from_codes else (weight,)
+        given = codes if how.backward != "full" else None
+        kept = (given.codes, given.scale, *given.more) if given else (weight,)
+        ctx.kept = len(kept)
         ctx.save_for_backward(*kept, *(_saved_inputs(how.factors.inputs(x), how) if ctx.needs_input_grad[1] else ()))
         return _forward(x, codes or how.quantize(weight), bias, how)
 
@@ -132,8 +134,8 @@ class _UnifiedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         how, (needs_dx, _, needs_db, *_) = ctx.how, ctx.needs_input_grad
-        saved, first = ctx.saved_tensors, 2 if ctx.from_codes else 1
-        weight, inputs = saved[:first], saved[first:]
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks it once
+        weight, inputs = saved[: ctx.kept], saved[ctx.kept :]
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         unfolded_MN = dy.reshape(-1, dy.shape[-1])
         dy_MN = how.factors.outputs(unfolded_MN)
@@ -170,7 +172,7 @@ def _gradients(
     """Return (dy · W [M, K], dyᵀ · x [N, K]), None for that of an operand which is ().
 
     Args:
-        weight: the parameter, or its codes and scales.
+        weight: the parameter, or the parts of its codes.
         inputs: result of `_saved_inputs`.
     """
     dx = dw = None

@@ -149,7 +149,7 @@ def test_rounding_by_name_is_reproducible_and_new_at_every_sync():
 
 def test_error_feedback_is_kept_by_name():
     weights, fmt = {name: torch.randn(16, 64) for name in ("a.weight", "b.weight")}, get_format("int4")
-    fmt = replace(fmt, group=64)
+    fmt = replace(fmt, group=64, dtype=torch.int8, codec=None)
     rounding, residuals = Rounding("error_feedback", seed=0), dict.fromkeys(weights)
     for _ in range(3):
         for name, weight in weights.items():

@@ -24,7 +24,7 @@ from tests.conftest import arrays_of, requests_for, taken
 from tests.engines.damage import dropped, swapped, transposed
 
 KEEP = (r"lm_head\.",)
-FORMATS = ["none", "int8", "fp8", "fp8_block", "int4"]
+FORMATS = ["none", "int8", "fp8", "fp8_block", "int4", "nvfp4", "mxfp4", "mxfp8"]
 
 
 def weights_of(model, format_name: str, version: int = 1):
@@ -35,7 +35,7 @@ def weights_of(model, format_name: str, version: int = 1):
     for name, parameter in model.named_parameters():
         if name in names:
             q = quantize(parameter, fmt)
-            tensors, buffers[name] = (q.codes, q.scale), arrays_of(q)
+            tensors, buffers[name] = q.parts, arrays_of(q)
         else:
             tensors = (parameter.detach().clone(),)
             buffers[name] = (tensors[0].numpy(),)
@@ -319,5 +319,7 @@ def test_the_kernel_in_use_is_announced(tiny_spec, model):
 
 
 def test_an_unknown_format_is_an_error():
-    with pytest.raises(QuantizationError, match="unknown format 'int9'; known: int8, fp8, fp8_block, int4"):
+    with pytest.raises(
+        QuantizationError, match="unknown format 'int9'; known: int8, fp8, fp8_block, int4, nvfp4, mxfp4, mxfp8"
+    ):
         get_format("int9")

@@ -55,7 +55,13 @@ pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
 # 0.03 and 2e-4, fp8 0.05 and 2e-4, fp8_block 0.1 and 9e-4. vLLM's attention and norms round otherwise, and where that
 # moves an activation to the next code it is no small matter.
 FULL = (2e-5, 5e-6)
-TOLERANCE = {"none": FULL, "int4": FULL, "int8": (0.15, 2e-3), "fp8": (0.3, 4e-3), "fp8_block": (0.3, 6e-3)}
+TOLERANCE = {
+    "none": FULL,
+    **dict.fromkeys(("int4", "nvfp4", "mxfp4", "mxfp8"), FULL),
+    "int8": (0.15, 2e-3),
+    "fp8": (0.3, 4e-3),
+    "fp8_block": (0.3, 6e-3),
+}
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,9 @@ BACKWARDS = {
     "int8": "straight_through",
     "fp8": "straight_through",
     "int4": "full",
+    "nvfp4": "straight_through",
+    "mxfp4": "straight_through",
+    "mxfp8": "full",
 }
 
 

@@ -17,10 +17,10 @@ def weight(rows: int, columns: int = 256, seed: int = 0) -> torch.Tensor:
 
 def same(one: QTensor, other: QTensor) -> bool:
     codes = torch.equal(one.codes.view(torch.uint8), other.codes.view(torch.uint8))
-    return codes and torch.equal(one.scale, other.scale) and one.fmt == other.fmt
+    return codes and all(map(torch.equal, one.parts[1:], other.parts[1:])) and one.fmt == other.fmt
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4", "mxfp4", "mxfp8"])
 @settings(max_examples=30, deadline=None)
 @given(heights=st.lists(st.integers(1, 9), min_size=1, max_size=4))
 def test_rows_are_quantized_alike_alone_and_together(name, heights):

@@ -160,7 +160,7 @@ def test_maxima_are_those_of_what_the_linears_read():
         assert torch.equal(columns[site.writer], weights.abs().amax(dim=0))
 
 
-@pytest.mark.parametrize("format_name", ["int8", "fp8", "int4", "fp8_block"])
+@pytest.mark.parametrize("format_name", ["int8", "fp8", "int4", "fp8_block", "nvfp4"])
 @pytest.mark.parametrize("backward", ["straight_through", "full"])
 def test_a_unified_linear_has_the_engines_bits_and_the_straight_gradient(format_name, backward):
     torch.manual_seed(1)

@@ -26,6 +26,8 @@ BLOCK = FORMATS["fp8_block"]
 HERE = [get_format(name, weight_max_code(fmt, CPU)) for name, fmt in FORMATS.items()]
 """The formats as an engine on this CPU uses them."""
 MODES = [("fp8_block", "quantized"), *((name, "straight_through") for name in FORMATS), ("int8", "full")]
+BLOCKS = ("nvfp4", "mxfp4", "mxfp8")
+"""Formats whose codes tests/quant/test_blocks.py computes once more."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -80,8 +82,10 @@ def rounded(
 
 def products(x, weight, bias, dy, name: str, backward: str) -> dict[str, np.ndarray]:
     """y, dx and dW of a format and a backward, from what papers and docstrings say of them."""
-    top = {"int8": 127, "fp8": 448, "fp8_block": 448, "int4": 7}[name]
-    if name == "fp8_block":
+    top = {"int8": 127, "fp8": 448, "fp8_block": 448}.get(name, 7)
+    if name in BLOCKS:
+        Q_w, Q_x = dequantize(quantize(weight, FORMATS[name])).double().numpy(), x.detach().double().numpy()
+    elif name == "fp8_block":
         Q_w, Q_x = rounded(weight, name, top, 128, 128), rounded(x, name, top, 1, 128)
     else:
         group = 128 if name == "int4" else None
@@ -166,7 +170,7 @@ def test_codes_that_exist_are_used_and_not_made_again(monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 127, 129, 300])
 @pytest.mark.parametrize(("rows", "columns"), [(256, 384), (200, 330), (64, 576)])
 def test_each_product_is_that_of_operands_rounded_by_the_definition(name, backward, tokens, rows, columns):
-    columns = 384 if name == "int4" else columns
+    columns = 384 if name == "int4" or name in BLOCKS else columns
     x, weight, bias, dy = problem(tokens, rows, columns)
     found = gradients(x, weight, bias, dy, fmt=FORMATS[name], backward=backward, emulate=True)
     expected = products(x, weight, bias, dy, name, backward)
@@ -226,7 +230,8 @@ def test_straight_through_is_autograd_through_the_dequantized_product(name):
     fmt = FORMATS[name]
     x, weight, bias, dy = problem(70, 48, 256)
     y, dx, dw = gradients(x, weight, bias, dy, fmt=fmt, backward="straight_through", emulate=True)
-    Q_w = rounded(weight, name, fmt.weight_max, fmt.rows, fmt.group)
+    Q_w = dequantize(quantize(weight, fmt)) if name in BLOCKS else None
+    Q_w = rounded(weight, name, fmt.weight_max, fmt.rows, fmt.group) if Q_w is None else Q_w.numpy()
     Q_x = rounded(x, name, fmt.activation_max, 1, fmt.activation_group) if fmt.activation_max else x.detach().numpy()
     leaves = [torch.tensor(value, dtype=torch.float32, requires_grad=True) for value in (Q_x, Q_w)]
     expected = torch.nn.functional.linear(*leaves, bias)
@@ -325,6 +330,16 @@ def test_weights_are_kept_as_the_parameter_or_as_the_callers_codes():
     given = kept(x, weight, fmt=BLOCK, backward="quantized", codes=q)
     assert given[BLOCK.dtype] - plain[BLOCK.dtype] == weight.numel()
     assert given[torch.float32] - plain[torch.float32] == q.scale.nbytes
+
+
+@pytest.mark.parametrize("name", ["int4", "nvfp4", "mxfp8"])
+def test_the_callers_codes_are_what_a_gradient_passes_through(name):
+    x, weight, bias, dy = problem(5, 128, 128)
+    q = quantize(2 * weight, FORMATS[name])  # no longer those of the weight
+    y = unified_linear(x, weight, bias, fmt=FORMATS[name], backward="straight_through", codes=q)
+    assert torch.equal(y, reference_linear(x, q, bias))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(dx, dy @ dequantize(q))
 
 
 @pytest.mark.parametrize("backward", ["quantized", "straight_through", "full"])

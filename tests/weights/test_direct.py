@@ -23,7 +23,7 @@ def test_torch_takes_the_device_where_it_is_replaced():
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_two_engines_get_the_codes_of_two_ranks(tiny_spec, tmp_path, transport):
-    formats = ["int8", "fp8", "fp8_block", "int4", "none"]
+    formats = ["int8", "fp8", "fp8_block", "int4", "nvfp4", "mxfp8", "none"]
     in_a_process(like_the_object_store, tiny_spec, {"transport": transport, "ranks": 2, "engines": 2}, formats)
 
 

@@ -214,14 +214,16 @@ class QurlLinearMethod(UnquantizedLinearMethod):
         """Quantize a rank's part of a checkpoint tensor, to the codes that the whole tensor would get there."""
         if layer.tp_size == 1:
             return quantize(part, fmt)
-        if isinstance(layer, RowParallelLinear):  # a row's scale depends on the columns of all ranks
-            width = part.shape[1]
+        by_row = isinstance(layer, RowParallelLinear)  # a row's scale depends on the columns of all ranks
+        if by_row or fmt.whole:
             # torch's collective: vLLM's own all-gather did not return on a CPU.
             shares = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(layer.tp_size)]
             torch.distributed.all_gather(shares, part.contiguous(), get_tp_group().device_group)
-            whole = quantize(torch.cat(shares, dim=1), fmt)
-            columns = (layer.tp_rank * width, (layer.tp_rank + 1) * width)
-            return cut(whole, TensorShard(start=0, stop=len(part), at=0, columns=columns))
+            whole, (rows, width) = quantize(torch.cat(shares, dim=1 if by_row else 0), fmt), part.shape
+            if by_row:
+                columns = (layer.tp_rank * width, (layer.tp_rank + 1) * width)
+                return cut(whole, TensorShard(start=0, stop=rows, at=0, columns=columns))
+            return cut(whole, TensorShard(start=layer.tp_rank * rows, stop=(layer.tp_rank + 1) * rows, at=0))
         if isinstance(layer, ColumnParallelLinear) and len(part) % fmt.rows:
             raise QuantizationError(
                 f"{layer.prefix}: {len(part)} rows on each of {layer.tp_size} ranks cut through {fmt.name}'s blocks of "
