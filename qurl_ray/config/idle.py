@@ -1,17 +1,27 @@
-"""Find settings that have no effect in their combination. A run logs them at its start; docs/concepts.md lists
-them."""
+"""Find settings that have no effect in their combination, or a bad one. A run logs them at its start; docs/concepts.md
+lists them."""
 
 from collections.abc import Iterator
 
 from qurl_ray.config.algorithm import PPO
+from qurl_ray.config.rollout import FOUR_BIT
 from qurl_ray.config.run import RunConfig
 from qurl_ray.tables import OBJECTIVES
 
 
 def idle_settings(config: RunConfig) -> list[str]:
-    """Return one sentence for each setting that has no effect: what was given, why it has none, and what to do."""
-    checks = (_corrections, _objectives, _learner, _sampling, _environment)
+    """Return one sentence for each such setting: what was given, why it has no effect, or which, and what to do."""
+    checks = (_formats, _corrections, _objectives, _learner, _sampling, _environment)
     return [sentence for check in checks for sentence in check(config)]
+
+
+def _formats(config: RunConfig) -> Iterator[str]:
+    given = config.rollout.quantization
+    if given in FOUR_BIT and not config.trains_through_codes:
+        yield (
+            f"rollout.quantization={given} with precision_flow=rollout_only leaves the whole error of 4 bits to the "
+            "correction, and a published run in NVFP4 collapsed so; set precision_flow=unified"
+        )
 
 
 def _corrections(config: RunConfig) -> Iterator[str]:

@@ -7,8 +7,12 @@ from pydantic import Field, field_validator, model_validator
 from qurl_ray.config.section import Section
 from qurl_ray.tables import ENGINES, EngineEntry
 
-FormatName = Literal["none", "int8", "fp8", "fp8_block", "int4"]
+FormatName = Literal["none", "int8", "fp8", "fp8_block", "int4", "nvfp4", "mxfp4", "mxfp8"]
 """Number formats of quantized linears; the help is at RolloutConfig.quantization."""
+FOUR_BIT = ("int4", "nvfp4", "mxfp4")
+"""Formats with codes of 4 bits."""
+WEIGHT_ONLY = (*FOUR_BIT, "mxfp8")
+"""Formats that leave activations in full precision, and have no kernel."""
 
 _START_S, _CAPTURE_START_S = 180.0, 900.0  # vLLM's first start on a machine compiles for minutes
 
@@ -30,9 +34,10 @@ class RolloutConfig(Section):
     """Number format of the linears during rollouts, except those that `quantization.keep` names: `none` is full
     precision; `int8` is 8-bit integers, with one scale per output channel of the weights and per token of the
     activations; `fp8` is 8-bit floats (E4M3) with the same scales; `fp8_block` is E4M3 with one scale per block of 128
-    × 128 weights and per 128 activations of a token; `int4` is 4-bit integers (-7 to 7) of the weights only, with one
-    scale per 128 columns. A format without a kernel on the device is emulated in float32, which saves no time; int4
-    always is."""
+    × 128 weights and per 128 activations of a token; `int4`, `nvfp4`, `mxfp4` and `mxfp8` are of the weights
+    only: 4-bit integers (-7 to 7) with one scale per 128 columns; 4-bit floats (E2M1) with an E4M3 scale per 16 columns
+    and a float32 per tensor; E2M1, and E4M3, with a power of two per 32 columns. A format without a kernel on the
+    device is emulated in float32, which saves no time; these four always are."""
     lossless: bool = False
     """Draft tokens with INT8 codes, which the engine makes of its weights in full precision, and keep what these
     verify: tokens and log-probs are those of `quantization=none`, bit for bit, and come sooner where few answers are

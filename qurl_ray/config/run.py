@@ -16,7 +16,7 @@ from qurl_ray.config.lora import LoraConfig
 from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.quantization import QuantizationConfig
-from qurl_ray.config.rollout import FormatName, RolloutConfig
+from qurl_ray.config.rollout import WEIGHT_ONLY, FormatName, RolloutConfig
 from qurl_ray.config.section import Section, with_default_types, without_removed
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.config.task import ArithmeticTask, TaskConfig
@@ -45,7 +45,8 @@ class RunConfig(Section):
     """Precision of training compared with rollouts: `rollout_only` trains in full precision and corrects for the
     difference (QuRL); `unified` trains through the same codes as the engines, which with
     rollout.quantization=fp8_block, gradients included, is Jet-RL; `unified_int8` is `unified` with
-    rollout.quantization=int8."""
+    rollout.quantization=int8. With nvfp4 and mxfp4 the default is `unified`, unless adapters are trained: a published
+    run with NVFP4 in rollouts alone collapsed (https://arxiv.org/abs/2607.15810)."""
     placement: Placement = "disaggregated"
     """GPUs of engines and learner: `disaggregated` gives engines GPUs of their own; `colocated` puts them on the GPUs
     of the learner's ranks. Unless these hold both at the same time, they take turns: engines sleep while the learner
@@ -68,7 +69,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_types(cls, settings: Any) -> Any:
-        return with_offload(with_default_types(without_removed(settings)))
+        return _with_flow(with_offload(with_default_types(without_removed(settings))))
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "RunConfig":
@@ -129,10 +130,10 @@ class RunConfig(Section):
                 f"rollout.engine={rollout.engine} multiplies codes with kernels that return 16 bits: set "
                 "rollout.dtype=bfloat16 or float16, or quantization.kernel=emulation, which saves no time"
             )
-        if rollout.quantization == "int4":
+        if rollout.quantization in WEIGHT_ONLY:
             raise ValueError(
-                f"rollout.engine={rollout.engine} on CUDA has no kernel for int4 whose codes can be written in place: "
-                "take fp8 or int8, or quantization.kernel=emulation, which saves no time"
+                f"rollout.engine={rollout.engine} on CUDA has no kernel for {rollout.quantization} whose codes can be "
+                "written in place: take fp8 or int8, or quantization.kernel=emulation, which saves no time"
             )
 
     def _staleness_fits(self) -> None:
@@ -287,3 +288,13 @@ class RunConfig(Section):
         if self.quantization.backward != "auto":
             return self.quantization.backward
         return "quantized" if self.rollout.quantization == "fp8_block" else "straight_through"
+
+
+def _with_flow(settings: Any) -> Any:
+    """Set precision_flow to unified with 4-bit floats, unless the settings give it, or adapters."""
+    if not isinstance(settings, dict) or "precision_flow" in settings:
+        return settings
+    rollout, learner = (settings.get(name) for name in ("rollout", "learner"))
+    four_bit = isinstance(rollout, dict) and rollout.get("quantization") in ("nvfp4", "mxfp4")
+    adapts = isinstance(learner, dict) and learner.get("lora")
+    return settings | {"precision_flow": "unified"} if four_bit and not adapts else settings

@@ -386,6 +386,10 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
         ),
         ("rollout: {device: cuda, engine: vllm, dtype: bfloat16, quantization: int4}", "take fp8 or int8, or"),
         (
+            "rollout: {device: cuda, engine: vllm, dtype: bfloat16, quantization: mxfp8}",
+            "no kernel for mxfp8 whose",
+        ),
+        (
             "precision_flow: unified\nrollout: {engine: vllm, dtype: bfloat16, vllm: {tensor_parallel: 2}}",
             "tensor_parallel=2, each quantizes its part of a row by the range of that part; take fp8_block",
         ),
@@ -521,6 +525,11 @@ def test_the_defaults_have_an_effect():
             "rollout: {quantization: none}",
             "algorithm.correction.type=acr has almost no effect with full-precision rollouts",
         ),
+        (
+            "rollout: {quantization: int4}",
+            "rollout.quantization=int4 with precision_flow=rollout_only leaves the whole",
+        ),
+        ("rollout: {quantization: nvfp4}\nprecision_flow: rollout_only", "set precision_flow=unified"),
         ("rollout: {top_p: 0.9}", "rollout.top_p=0.9 truncates the engine's distribution but not the learner's"),
         ("rollout: {top_k: 5}", "rollout.top_k=5 truncates the engine's distribution but not the learner's"),
         ("rollout: {top_p: 0.9, top_k: 5}", "rollout.top_p=0.9 and rollout.top_k=5 truncate the engine's distribution"),
@@ -705,11 +714,26 @@ def test_a_fleet_cannot_grow_to_fewer_workers(load):
         (FLOW + "quantization: {backward: full}", "full"),
         ("precision_flow: unified_int8", "straight_through"),
         ("precision_flow: unified\nrollout: {quantization: int4}", "straight_through"),
+        ("rollout: {quantization: nvfp4}", "straight_through"),
     ],
 )
 def test_a_format_has_its_backward(load, settings, backward):
     assert load(settings).backward() == backward
     assert load(settings + "\nalgorithm: {correction: flashrl, calibrate_every: 5}").algorithm.calibrate_every == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "flow"),
+    [
+        ("rollout: {quantization: mxfp4}", "unified"),
+        ("rollout: {quantization: mxfp4}\nprecision_flow: rollout_only", "rollout_only"),
+        ("rollout: {quantization: mxfp4}\nlearner: {lora: {rank: 4}}", "rollout_only"),
+        ("rollout: {quantization: mxfp8}", "rollout_only"),
+        ("rollout: {quantization: int4}", "rollout_only"),  # as before these two
+    ],
+)
+def test_floats_of_4_bits_train_through_their_codes(load, settings, flow):
+    assert load(settings).precision_flow == flow
 
 
 def test_another_type_drops_the_settings_of_the_old_one(tmp_path):
