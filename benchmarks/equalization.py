@@ -39,7 +39,7 @@ from qurl_ray.types import Request, SamplingParams
 
 Part = Literal["truth", "learning"]
 CONFIG = ROOT / "qurl_ray" / "configs" / "smollm2_135m.yaml"
-FORMATS = ("int8", "fp8", "fp8_block", "int4")
+FORMATS = ("int8", "fp8", "fp8_block", "int4", "nvfp4", "mxfp4", "mxfp8")
 CLIP = (0.8, 1.28)
 ARMS = (
     Arm(name="off", settings=("quantization.equalize=false",), color="#777777"),
@@ -198,7 +198,7 @@ def main(
             figures["tables"][part] = learning_table(found)
         figures["machines"][part] = machine()
         out.write_text(json.dumps(figures, indent=2) + "\n")  # keeps the measured table if the next one fails
-    lines = ["# Equalization", "", "`python benchmarks/equalization.py`"]
+    lines = ["# Equalization", "", f"`python benchmarks/equalization.py{' --quick' * quick}`"]
     lines += [f"- {part}: {where}" for part, where in figures["machines"].items()]
     lines += [line for table in figures["tables"].values() for line in ("", *table)]
     print("\n".join(lines))

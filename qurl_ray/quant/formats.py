@@ -128,7 +128,8 @@ class Blocks:
     | e4m3 | E4M3(a / weight_max / outer) · outer, outer = max a / (448 · weight_max) | codes, E4M3, outer [N, 1] |
 
     A code is w / step, rounded to nearest; with E8M0, the largest may exceed weight_max, and become it. Blocks that are
-    too small for a step are zeros. `outer` belongs to the tensor; each row has it, so that tensors can be fused.
+    too small for a step are zeros. `outer` belongs to the tensor; each row has it, so that tensors can be fused. It is
+    the reciprocal of a float32, 448 · weight_max / max a, which is what checkpoints hold.
     """
 
     element: Element
@@ -170,9 +171,9 @@ class Blocks:
         step_NG = amax_NG / amax_NG.new_full((), fmt.weight_max)
         if self.scale == "float32":
             return (torch.where(step_NG == 0, 1.0, step_NG),)
-        outer = amax_NG.max() / amax_NG.new_full((), E4M3_MAX * fmt.weight_max)
-        outer = torch.where(outer == 0, 1.0, outer)
-        return E4M3.codes(step_NG / outer), outer.expand(len(amax_NG), 1).contiguous()
+        inverse = amax_NG.new_full((), E4M3_MAX * fmt.weight_max) / amax_NG.max()
+        inverse = torch.where(inverse.isinf(), 1.0, inverse)
+        return E4M3.codes(step_NG * inverse), (1 / inverse).expand(len(amax_NG), 1).contiguous()
 
     def _steps(self, scales: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.scale == "float32":

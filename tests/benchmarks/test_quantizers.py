@@ -14,7 +14,8 @@ from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.quantize import dequantize, quantize
 from tests.quant.grid import E4M3
 
-ALL = list(FORMATS.values())
+INT4 = replace(FORMATS["int4"], dtype=torch.int8, codec=None)  # a byte per code
+ALL = [*(fmt for fmt in FORMATS.values() if fmt.codec is None), INT4]
 names = lambda fmt: fmt.name  # noqa: E731
 
 
@@ -148,8 +149,7 @@ def test_rounding_by_name_is_reproducible_and_new_at_every_sync():
 
 
 def test_error_feedback_is_kept_by_name():
-    weights, fmt = {name: torch.randn(16, 64) for name in ("a.weight", "b.weight")}, get_format("int4")
-    fmt = replace(fmt, group=64, dtype=torch.int8, codec=None)
+    weights, fmt = {name: torch.randn(16, 64) for name in ("a.weight", "b.weight")}, replace(INT4, group=64)
     rounding, residuals = Rounding("error_feedback", seed=0), dict.fromkeys(weights)
     for _ in range(3):
         for name, weight in weights.items():

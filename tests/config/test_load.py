@@ -164,7 +164,7 @@ NO, YES = "(got False); YAML reads no as false, and off", "(got True); YAML read
 @pytest.mark.parametrize(
     ("text", "end"),
     [
-        ("rollout: {{quantization: {}}}", f"'int4' {NO}; write none"),
+        ("rollout: {{quantization: {}}}", f"'mxfp8' {NO}; write none"),
         ("tracking: {{console: {}}}", f"'none' {NO}; write none"),
         ("algorithm: {{correction: {{reject: {}}}}}", f"'k3' {NO}; write none"),
         ("learner: {{schedule: {}}}", f"'wsd' {NO}"),
@@ -184,7 +184,7 @@ def test_a_word_that_yaml_reads_as_false_is_explained_where_text_is_wanted(load,
     [
         ("name: {}", f"valid string {YES}; write text in quotes"),
         ("task: {{system_prompt: {}}}", f"valid string {YES}; write text in quotes"),
-        ("rollout: {{quantization: {}}}", f"'int4' {YES}"),
+        ("rollout: {{quantization: {}}}", f"'mxfp8' {YES}"),
     ],
 )
 def test_a_word_that_yaml_reads_as_true_is_explained_where_text_is_wanted(load, text, end, word):
@@ -193,7 +193,7 @@ def test_a_word_that_yaml_reads_as_true_is_explained_where_text_is_wanted(load, 
 
 
 def test_a_word_that_yaml_reads_as_false_is_explained_in_an_override_and_in_serving():
-    with pytest.raises(ConfigError, match=r"'int4' \(got False\); YAML reads no as false, and off; write none"):
+    with pytest.raises(ConfigError, match=r"'mxfp8' \(got False\); YAML reads no as false, and off; write none"):
         load_config(None, ["rollout.quantization=no"])
     with pytest.raises(ConfigError, match=r"\(got False\); YAML reads no as false, and off; write none"):
         load_serving(None, ["quantization=off"])

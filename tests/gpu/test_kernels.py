@@ -6,12 +6,12 @@ python -m pytest -m gpu tests/gpu
 import pytest
 import torch
 
+from qurl_ray.quant.elements import floats
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import FORMATS
 from qurl_ray.quant.kernels import why_emulated
 from qurl_ray.quant.linear import QuantizedLinear, reference_linear
 from qurl_ray.quant.quantize import dequantize_rows, filled, quantize, quantize_rows, row_codes
-from qurl_ray.quant.elements import floats
 from qurl_ray.quant.training import PRODUCTS, across_tokens, transposed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

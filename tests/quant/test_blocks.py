@@ -68,8 +68,9 @@ def step_of(a: float, largest: float, name: str) -> float:
     if name == "int4":
         return single(a / 7) or 1.0
     if name == "nvfp4":
-        outer = single(largest / (448 * 6)) or 1.0
-        return single(E4M3[nearest(single(single(a / 6) / outer), E4M3.tolist())] * outer)
+        inverse = 448 * 6 / largest if largest else math.inf
+        inverse = single(inverse) if inverse < 3.4028236e38 else 1.0
+        return single(E4M3[nearest(single(single(a / 6) * inverse), E4M3.tolist())] * single(1 / inverse))
     exponent = math.frexp(a)[1] - 1 - {"mxfp4": 2, "mxfp8": 8}[name] if a else -127
     return 2.0 ** max(-127, exponent)
 
@@ -123,7 +124,7 @@ def test_codes_are_those_of_compressed_tensors(name):
     outer = None
     if name == "nvfp4":
         outer = generate_gparam(w.min(), w.max())
-        assert (q.parts[2] * outer - 1).abs().max() < 2e-7
+        assert torch.equal(q.parts[2], (1 / outer).expand(len(w), 1))
         step, _ = calculate_qparams(-amax, amax, args, global_scale=outer)
         assert torch.equal(step[:-1].float(), scale.view(torch.float8_e4m3fn).float()[:-1])  # 1/8 where ours is 0
     else:
@@ -168,7 +169,7 @@ def test_weights_that_are_not_finite_are_refused_or_show(name, bad):
     with pytest.raises(QuantizationError, match=f"{name}: weight has nan or inf"):
         quantize(w, FORMATS[name])
     unseen = dequantize(quantize(w, FORMATS[name], finite=True))  # on a GPU nothing waits for a look
-    assert not unseen[1, 2].isfinite()
+    assert not unseen[1].isfinite().any()  # the block that shares its scale
     if not FORMATS[name].whole:
         assert torch.equal(unseen[2], dequantize(quantize(w[2:3], FORMATS[name]))[0])
 
