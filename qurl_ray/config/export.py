@@ -9,12 +9,12 @@ from qurl_ray.config.section import Section
 class ExportConfig(Section):
     """Export of the final policy, which is always saved in full precision, under policy/."""
 
-    quantized: Literal["auto", "none", "int8", "fp8"] = "auto"
-    """Format of an additional compressed-tensors checkpoint that is saved and evaluated, and that vLLM can load: `none`
-    exports none; `int8` and `fp8` export that format; `auto` exports the rollouts' format if it is int8 or fp8 (int4
-    and fp8_block cannot be exported)."""
+    quantized: Literal["auto", "none", "int8", "fp8", "fp8_block", "int4", "mxfp4", "mxfp8"] = "auto"
+    """Format of an additional compressed-tensors checkpoint that is saved and evaluated: `none` exports none; `auto`
+    exports the rollouts' format if it is int8 or fp8, which stock vLLM was tried with; any other exports that format.
+    `nvfp4` cannot be exported: vLLM takes one outer scale for the linears that it fuses."""
 
-    def format(self, rollouts: FormatName) -> Literal["none", "int8", "fp8"]:
+    def format(self, rollouts: FormatName) -> FormatName:
         """Return the format of the exported checkpoint for rollouts in that format; "none" is no export."""
         if self.quantized != "auto":
             return self.quantized

@@ -1,8 +1,18 @@
 """Write the quantized policy for stock vLLM and transformers, and read it back with exactly the codes that it holds.
 
 The format is compressed-tensors (https://github.com/vllm-project/compressed-tensors): config.json describes how the
-linears are quantized, the safetensors hold codes under "<linear>.weight" and scales [N, 1] under
-"<linear>.weight_scale". All other tensors keep their precision. Scales are float32, as the engines use them.
+linears are quantized, the safetensors hold the codes under "<linear>.weight" and their scales under
+"<linear>.weight_scale". All other tensors keep their precision. Float32 scales are as the engines use them.
+
+| format | its name there | codes | scales |
+|---|---|---|---|
+| int8, fp8 | int-quantized, float-quantized | weight | float32 [N, 1] |
+| fp8_block | float-quantized | weight | float32 [N / 128, K / 128] |
+| int4 | pack-quantized | weight_packed, eight in an int32 | float32 [N, K / 128] |
+| mxfp4 | mxfp4-pack-quantized | weight_packed, two in a byte | exponents, uint8 [N, K / 32] |
+| mxfp8 | mxfp8-quantized | weight | exponents, uint8 [N, K / 32] |
+
+NVFP4 is not exported: vLLM fuses q, k, v, and gate and up, and would multiply them with one outer scale for all.
 """
 
 import json
@@ -10,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -25,7 +36,7 @@ from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.quant.units import units
 
-_SCALE = "_scale"  # appended to a weight's name
+_SCALE, _SHAPE = "_scale", "_shape"  # appended to a weight's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +89,7 @@ def quantized_folder(
             finite.
     """
     if fmt.name not in _SETTINGS:
-        raise QuantizationError(f"{fmt.name} cannot be exported yet, only {' and '.join(_SETTINGS)} can")
+        raise QuantizationError(f"{fmt.name} cannot be exported yet, only {', '.join(_SETTINGS)} can")
     if model.config.model_type == GPT_OSS:
         raise QuantizationError(
             f"{type(model).__name__} cannot be exported in {fmt.name}: no reader of compressed-tensors knows codes of "
@@ -93,9 +104,8 @@ def quantized_folder(
             if name not in quantized:
                 add(name, value)
                 return
-            q = quantize(value, fmt)
-            add(name, q.codes)
-            add(name + _SCALE, q.scale)
+            for stored, tensor in _stored(name, quantize(value, fmt)).items():
+                add(stored, tensor)
 
         yield take
 
@@ -125,17 +135,18 @@ def read_quantized(folder: Path) -> QuantizedPolicy:
     if name is None:
         raise QuantizationError(
             f"{folder} is quantized in a way that is not known here ({config.get('quant_method')}, "
-            f"{config.get('format')}); known are 8-bit codes per output channel, {' and '.join(_SETTINGS)}"
+            f"{config.get('format')}); known are those of {', '.join(_SETTINGS)}"
         )
     tensors: dict[str, torch.Tensor] = {}
     for part in {tensor.file for tensor in stored_tensors(folder).values()}:
         tensors |= load_file(part)
+    fmt = get_format(name)
     weights = [key.removesuffix(_SCALE) for key in tensors if key.endswith(".weight" + _SCALE)]
-    if not weights or not tensors.keys() >= set(weights):
+    if not weights or not tensors.keys() >= {_codes_name(weight, fmt) for weight in weights}:
         raise QuantizationError(f"{folder} lacks codes or scales of its linears; export the policy again")
-    fmt = get_format(name, max(int(tensors[key].float().abs().max()) for key in weights))
-    scales = {key: tensors.pop(key + _SCALE).float() for key in weights}
-    codes = {key: QTensor(codes=tensors[key], scale=scale, fmt=fmt) for key, scale in scales.items()}
+    if not fmt.codec:
+        fmt = get_format(name, max(int(tensors[key].float().abs().max()) for key in weights))
+    codes = {key: _read(tensors, key, fmt) for key in weights}
     held: dict[str, torch.Tensor | QTensor] = {**tensors, **codes}
     own = {name_of_stored(settings["model_type"], key): value for key, value in held.items()}
     return QuantizedPolicy(fmt=fmt, parameters=own)
@@ -149,24 +160,55 @@ def _matches(given: dict, expected: dict) -> bool:
     )
 
 
-def _settings(fmt: Format) -> dict:
-    """Describe a format of 8-bit codes, per output channel and per token, by settings of compressed-tensors."""
-    kind = "float" if fmt.dtype.is_floating_point else "int"
-    common = {"num_bits": 8, "type": kind, "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": common | {"strategy": "channel", "dynamic": False},
-        "input_activations": common | {"strategy": "token", "dynamic": True},
-    }
+def _codes_name(name: str, fmt: Format) -> str:
+    """Return the name of a weight's codes in a checkpoint."""
+    return name + "_packed" if fmt.codec and fmt.dtype == torch.uint8 else name
+
+
+def _stored(name: str, q: QTensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of a weight in a checkpoint, by their names."""
+    codes, scale = q.codes, q.scale
+    if q.fmt.name == "int4":
+        return {name + "_packed": codes.view(torch.int32), name + _SCALE: scale, name + _SHAPE: torch.tensor(q.shape)}
+    return {_codes_name(name, q.fmt): codes, name + _SCALE: scale}
+
+
+def _read(tensors: dict[str, torch.Tensor], name: str, fmt: Format) -> QTensor:
+    """Take the tensors of a weight out of a checkpoint's, and return its codes; the inverse of `_stored`."""
+    tensors.pop(name + _SHAPE, None)
+    codes, scale = tensors.pop(_codes_name(name, fmt)), tensors.pop(name + _SCALE)
+    return QTensor.of([codes.view(torch.uint8), scale if scale.dtype == torch.uint8 else scale.float()], fmt)
+
+
+def _settings(fmt: Format, form: str, bits: int = 8, kind: str = "float") -> dict:
+    """Describe a format by settings of compressed-tensors, in which its name is `form`."""
+    common: dict[str, Any] = {"num_bits": bits, "type": kind, "symmetric": True}
+    weights: dict[str, Any] = {"strategy": "channel"}
+    inputs: dict[str, Any] = {"strategy": "token"}
+    if fmt.rows > 1:
+        weights = {"strategy": "block", "block_structure": [fmt.rows, fmt.group]}
+        inputs = {"strategy": "group", "group_size": fmt.activation_group}
+    elif fmt.group:
+        weights = {"strategy": "group", "group_size": fmt.group}
+    if fmt.codec and kind == "float":
+        weights["scale_dtype"] = "torch.uint8"
+    group = {"targets": ["Linear"], "weights": common | weights | {"dynamic": False}}
+    if fmt.activation_max:
+        group["input_activations"] = common | inputs | {"dynamic": True}
     return {
         "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
+        "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
     }
 
 
 _SETTINGS = {
-    name: _settings(fmt) for name, fmt in FORMATS.items() if fmt.group is None and fmt.activation_max is not None
+    "int8": _settings(FORMATS["int8"], "int-quantized", kind="int"),
+    "fp8": _settings(FORMATS["fp8"], "float-quantized"),
+    "fp8_block": _settings(FORMATS["fp8_block"], "float-quantized"),
+    "int4": _settings(FORMATS["int4"], "pack-quantized", bits=4, kind="int"),
+    "mxfp4": _settings(FORMATS["mxfp4"], "mxfp4-pack-quantized", bits=4),
+    "mxfp8": _settings(FORMATS["mxfp8"], "mxfp8-quantized"),
 }
 """`quantization_config` of each format that can be exported, by name, without `ignore`."""

@@ -29,8 +29,17 @@ from qurl_ray.weights.stream import Publisher
 from tests.conftest import SUMS, taken
 
 KEEP = (r"(^|\.)lm_head\.",)
-EXPORTED = [get_format("int8"), get_format("int8", 63), get_format("fp8")]
+EXPORTED = [get_format("int8"), get_format("int8", 63)]
+EXPORTED += [get_format(name) for name in ("fp8", "fp8_block", "int4", "mxfp4", "mxfp8")]
 names = lambda fmt: f"{fmt.name}-{fmt.weight_max}"  # noqa: E731
+
+
+def wide_model() -> LlamaForCausalLM:
+    """Two blocks of 128 in each direction: compressed-tensors takes scales of a single column for those of rows."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=1, bos_token_id=None, eos_token_id=1, **sizes)
+    return LlamaForCausalLM._from_config(config, attn_implementation=NAME).eval()
 
 
 @pytest.fixture
@@ -66,12 +75,16 @@ def test_the_file_holds_the_codes_that_a_sync_sends_also_under_update_aware_scal
     stored = load_file(tmp_path / "policy" / "model.safetensors")
     quantized = units(model, KEEP)
     sent = {payload.name: payload.parts for payload in published(model.named_parameters(), fmt, quantized)[1]}
-    assert set(stored) == set(sent) | {f"{name}_scale" for name in quantized}
+    packed, shapes = "_packed" * (fmt.name in ("int4", "mxfp4")), {f"{name}_shape" for name in quantized}
+    codes = {name: f"{name}{packed}" if name in quantized else name for name in sent}
+    scales = {f"{name}_scale" for name in quantized}
+    assert set(stored) == {*codes.values(), *scales, *(shapes if fmt.name == "int4" else ())}
     for name, parts in sent.items():
         if name in quantized:
-            assert stored[name].dtype == fmt.dtype
-            np.testing.assert_array_equal(stored[name].view(torch.uint8).numpy(), parts[0])
-            np.testing.assert_array_equal(stored[f"{name}_scale"].numpy(), parts[1].view(np.float32))
+            assert stored[codes[name]].dtype == (torch.int32 if fmt.name == "int4" else fmt.dtype)
+            np.testing.assert_array_equal(stored[codes[name]].view(torch.uint8).numpy(), parts[0])
+            scale = stored[f"{name}_scale"].numpy()
+            np.testing.assert_array_equal(scale, parts[1].view(scale.dtype))
         else:
             np.testing.assert_array_equal(stored[name].numpy(), parts[0].view(np.float32))
 
@@ -96,7 +109,7 @@ def test_stock_transformers_loads_it_and_finds_our_weights(model, tokenizer, tmp
     pytest.importorskip("compressed_tensors")
     from transformers import CompressedTensorsConfig
 
-    save_quantized(model, tokenizer, tmp_path / "policy", fmt, KEEP)
+    save_quantized(wide_model() if fmt.rows > 1 else model, tokenizer, tmp_path / "policy", fmt, KEEP)
     stock = AutoModelForCausalLM.from_pretrained(
         tmp_path / "policy", quantization_config=CompressedTensorsConfig(dequantize=True)
     )
@@ -106,9 +119,9 @@ def test_stock_transformers_loads_it_and_finds_our_weights(model, tokenizer, tmp
         assert torch.equal(loaded[name], expected), name
 
 
-def test_an_int4_policy_is_not_exported(model, tokenizer, tmp_path):
-    with pytest.raises(QuantizationError, match="int4 cannot be exported yet"):
-        save_quantized(model, tokenizer, tmp_path / "policy", FORMATS["int4"], KEEP)
+def test_an_nvfp4_policy_is_not_exported(model, tokenizer, tmp_path):
+    with pytest.raises(QuantizationError, match="nvfp4 cannot be exported yet, only int8, fp8, fp8_block, int4, mxfp4"):
+        save_quantized(model, tokenizer, tmp_path / "policy", FORMATS["nvfp4"], KEEP)
     assert not list(tmp_path.iterdir())
 
 
