@@ -78,7 +78,7 @@ def test_codes_of_columns_are_the_definitions(quantized, matrix):
 
 
 @pytest.mark.parametrize("matrix", cases(matrices()))
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.codec is None])
 def test_codes_of_weights_are_the_definitions(quantized, matrix, name):
     (w, found), fmt = (part[matrix] for part in quantized), FORMATS[name]
     if ("blocks", name) not in found:
