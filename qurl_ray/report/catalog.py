@@ -251,6 +251,7 @@ _COST = (
             Panel((Series("tokens", "rollout/tokens_per_pass"),), "tokens per pass", zero=True),
             Panel((Series("agreement", "rollout/draft_agreement", 2),), "of the drafts", percent=True),
         ),
+        absent="",
     ),
     Chart(
         "Optimizer",

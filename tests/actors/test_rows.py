@@ -298,7 +298,7 @@ def test_rows_are_the_same_bits_in_any_batch_and_on_two_workers_and_the_learner_
 ):
     tokenizer = type(tokenizer).from_pretrained(tiny_spec.source)
     tokenizer.chat_template = FORGETS_SIGNS
-    problems = [replace(problem, uid=f"{problem.uid}.{g}") for problem in SUMS[:6] for g in range(2)]
+    problems = [replace(problem, uid=f"{problem.uid}.{g}") for problem in SUMS[:6] for g in range(3)]
     asked, runs = requests(tokenizer, problems, tokens=22), []
     for workers, slots, delay_s, kept in ((1, 16, 0.0, 0), (1, 1, 0.0, 1 << 20), (2, 3, 0.02, 1 << 30)):
         engines = [engine_with(tiny_spec, model, format_name, slots=slots) for _ in range(workers)]

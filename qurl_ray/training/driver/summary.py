@@ -59,7 +59,7 @@ def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
 
 
 def _effect(algorithm: AlgorithmConfig, totals: RunTotals) -> dict[str, str]:
-    """What ACR, or TIS of tokens, changed, and where it changed nothing the reason; nothing for other corrections."""
+    """A sentence on what ACR, or TIS of tokens, changed, or why it changed nothing; no entry for other corrections."""
     match algorithm.correction:
         case ACR(is_cap=cap, metrics_only=False) | TIS(is_cap=cap, unit="token", metrics_only=False):
             largest, kept = totals.max_rho, int(totals.sums["acr_active_tokens"])
