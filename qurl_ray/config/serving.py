@@ -40,8 +40,8 @@ class ServingConfig(Section):
     swapped."""
     quantization: Literal["auto"] | FormatName = "auto"
     """Number format of the linears: `auto` takes a run's adapter over its own codes, or its exported codes
-    (policy-int8), or else what the folder holds; `none` is full precision; any other is a
-    format of `rollout.quantization`, to which a full-precision policy is quantized when it is loaded."""
+    (policy-int8), or else what the folder holds; `none` is full precision; any other is a format of
+    `rollout.quantization`, to which a full-precision policy is quantized when it is loaded."""
     adapters: dict[str, str] = {}
     """Adapters beside the policy, {name: folder in PEFT's layout, or a run}: a request whose `model` is such a name is
     answered with that adapter, the others with the policy alone. All are of one base model, which is the policy; with

@@ -19,11 +19,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from qurl_ray.policy.experts import GPT_OSS, mixture_of, stored_name
+from qurl_ray.quant.elements import E2M1
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Added to the name of a weight for the two tensors of MXFP4."""
 _BLOCK = 32
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NAME = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
@@ -91,9 +91,8 @@ def stored_shapes(
 def mxfp4_values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the values of MXFP4, float32 [..., 32 G], from uint8 [..., G, 16] and [..., G]: inf or nan where they are
     beyond float32's."""
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    return torch.ldexp(values[codes.int()], scales.int()[..., None] - 127).flatten(-2)
+    values = E2M1.values(blocks.flatten(end_dim=-2)).view(*scales.shape, _BLOCK)
+    return torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2)
 
 
 class Stacker:

@@ -54,7 +54,7 @@ def _unpacked(values_of_nibbles: torch.Tensor) -> Callable[[torch.Tensor], torch
     pairs = torch.stack([values_of_nibbles[_BYTES & 15], values_of_nibbles[_BYTES >> 4]], dim=1)
 
     def values(packed: torch.Tensor) -> torch.Tensor:
-        return pairs.to(packed.device).index_select(0, packed.reshape(-1).int()).view(len(packed), -1)
+        return pairs.to(packed.device).index_select(0, packed.reshape(-1).int()).view(len(packed), 2 * packed.shape[1])
 
     return values
 
