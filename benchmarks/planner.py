@@ -93,7 +93,11 @@ LEARNERS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, 2 ranks": (2, {"backend": "fsdp"}),
 }
 """Number of ranks and settings of each learner that is measured."""
-
+EXPERT_PARALLEL: dict[str, tuple[int, dict[str, Any]]] = {
+    "FSDP2, 4 ranks": (4, {"backend": "fsdp"}),
+    "FSDP2, experts over 2 ranks": (2, {"backend": "fsdp", "expert_parallel": True}),
+    "FSDP2, experts over 4 ranks": (4, {"backend": "fsdp", "expert_parallel": True}),
+}
 
 MIXTURE = Shape(
     name="a mixture of 86 M parameters (8 experts, 2 active)",
@@ -110,13 +114,13 @@ MIXTURE = Shape(
 )
 
 
-def compare_memory(shape: Shape) -> dict[str, Any]:
+def compare_memory(shape: Shape, learners: dict[str, tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     """Return predicted and measured bytes of rank 0 of each learner, of this shape, in two steps."""
     rows = []
-    for label, (ranks, settings) in LEARNERS.items():
+    for label, (ranks, settings) in learners.items():
         work = Workload(
             prompts=4, samples=1, prompt=32, response=32, mean=32.0, updates=2, micro_tokens=64,
-            autocast=settings.get("compute") == "bfloat16",
+            autocast=settings.get("compute") == "bfloat16", expert_parallel=settings.get("expert_parallel", False),
         )  # fmt: skip
         stage: Stage = "fsdp" if settings.get("backend") == "fsdp" else settings.get("zero_stage", 0)
         predicted = learner_bytes(shape, work, ranks=ranks, stage=stage, overlaps=False)["learn"]
@@ -168,16 +172,15 @@ def allocated(call: Callable[[], None]) -> int:
         left.extend(event.children)
         if event.tag == _EventType.Allocation:
             events.append(event)
-    held, most, copies = 0, 0, set()
+    held: dict[int, int] = {}  # bytes by address: gloo's threads free what they were given, and no event tells
+    total = most = 0
     for event in sorted(events, key=lambda event: event.start_time_ns):
         size, place = event.extra_fields.alloc_size, event.extra_fields.ptr
-        if size > 0 and _of_gloo(event):
-            copies.add(place)
-        elif size < 0 and place in copies:
-            copies.remove(place)
-        else:
-            held += size
-            most = max(most, held)
+        total -= held.pop(place, 0)
+        if size > 0 and not _of_gloo(event):
+            held[place] = size
+            total += size
+            most = max(most, total)
     return most
 
 
@@ -274,9 +277,9 @@ def main(
     if Part.HOST in parts:
         values["host"] = {"machine": machine(), "rates": measure_host()}
     if Part.MEMORY in parts:
-        values["memory"] = compare_memory(SHAPES[shape])
+        values["memory"] = compare_memory(SHAPES[shape], LEARNERS)
     if Part.EXPERTS in parts:
-        values["experts"] = compare_memory(MIXTURE)
+        values["experts"] = compare_memory(MIXTURE, LEARNERS | EXPERT_PARALLEL)
     RESULTS.mkdir(exist_ok=True)
     file.write_text(json.dumps(values, indent=2) + "\n")
     text = ["# The planner", "", "`python benchmarks/planner.py`, part by part (`--part`).", "", *published_table(rows)]

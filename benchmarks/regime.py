@@ -140,10 +140,17 @@ class Point:
     updates: int = 8
     cap: float = 1.0
     lr: float = 8e-5
+    clip_high: float = CLIP[1]
 
     def settings(self) -> tuple[str, ...]:
         """Return the settings that full precision shares."""
-        return (*long_task(self.digits), f"algorithm.updates_per_rollout={self.updates}", f"learner.lr={self.lr:g}")
+        clip = () if self.clip_high == CLIP[1] else (f"algorithm.clip_high={self.clip_high:g}",)
+        return (
+            *long_task(self.digits),
+            *clip,
+            f"algorithm.updates_per_rollout={self.updates}",
+            f"learner.lr={self.lr:g}",
+        )
 
 
 LEVELS = {
@@ -156,6 +163,7 @@ CENTRE = Point()
 TITLE = "ACR acts on few tokens, and TIS with a wider clip does no worse"
 AXES: dict[str, tuple[str, Sequence[Any]]] = {
     "format_name": ("number format of the rollouts", list(LEVELS)),
+    "clip_high": ("εh", (0.05, 0.1, CLIP[1])),
     "updates": ("updates per rollout", (1, 4, 8, 16)),
     "cap": ("C", CAPS),
     "lr": ("learning rate", (2e-5, 8e-5, 1.6e-4)),

@@ -60,6 +60,7 @@ PROBLEMS = Table[Entry](
     arguments=None,
     error=DataError,
     entries={
+        "running_sums": Entry(reference="qurl_ray.data.running_sums:running_sums", help="makes running sums of digits"),
         "textarena": Entry(
             reference="qurl_ray.environments.textarena:games",
             help="makes games of TextArena",
