@@ -1,78 +1,75 @@
-"""Picture of the README, light and dark: python benchmarks/picture.py (seconds), from results/reproduce.json."""
+"""Picture of the README, light and dark: python benchmarks/picture.py (seconds), from results/regime.json."""
 
 import json
 import statistics
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib
 
 matplotlib.use("agg")
 import typer
 from matplotlib import pyplot as plt
-from matplotlib.patches import Patch
+from regime import CENTRE, COLORS, Point, accuracies, of_point
 from shared import RESULTS, ROOT
 
-COLORS = {
-    "full precision": "#999999",
-    "naive": "#D55E00",
-    "FlashRL (TIS)": "#E69F00",
-    "QuRL (ACR)": "#0072B2",
-    "QuRL (ACR) and UAQ": "#009E73",
+PANELS = {
+    "format_name": ("INT8", "INT4", "seven levels", "five levels"),
+    "clip_high": (0.05, 0.1, CENTRE.clip_high),
+    "digits": (4, 8, 16),
 }
-GROUPS = {
-    "quickstart\nINT8": ("preset", "INT8"),
-    "DAPO\nINT8": ("dapo", "INT8"),
-    "DAPO\nternary": ("dapo", "coarse"),
-    "PPO\nINT8": ("ppo", "INT8"),
-    "PPO\nFP8": ("ppo", "FP8"),
-    "PPO\nternary": ("ppo", "coarse"),
+LABELS = {
+    "format_name": "rollouts: number format, KL(b‖p)",
+    "clip_high": "five levels: εh of the clip",
+    "digits": "five levels: tokens of an answer",
 }
-"""Groups of bars: label under the bars, with table and format of reproduce.py."""
 THEMES = {"light": ("white", "#1b1d20"), "dark": ("#0d1117", "#e8e9ea")}
 """Colours of ground and text."""
-TAKEAWAY = "INT8 and FP8 rollouts train as well as full precision; with coarse codes, a correction is needed"
+TAKEAWAY = "Coarse rollouts need a correction; ACR is not better than TIS, which it seldom differs from"
 
 
-def draw(axis: plt.Axes, text: str) -> None:
-    """Draw bars of means, with a dot for each seed. `text` is the colour of what is no bar."""
-    path = RESULTS / "reproduce.json"
-    if not path.exists():
-        raise SystemExit(f"{path} is missing: benchmarks/reproduce.py writes it")
-    tables = json.loads(path.read_text())
-    width = 0.85 / len(COLORS)
-    for at, (table, form) in enumerate(GROUPS.values()):
-        arms = {
-            label: found
-            for label in COLORS
-            if (found := tables[table].get(label if label == "full precision" else f"{form} {label}"))
-        }
-        for index, (label, found) in enumerate(arms.items()):
-            values = [100 * one["accuracy_after"] for one in found]
-            x = at + (index - (len(arms) - 1) / 2) * width
-            mean = statistics.mean(values)
-            axis.bar(x, mean, 0.92 * width, color=COLORS[label])
-            axis.plot([x] * len(values), values, ".", color=text, markersize=2.5)
-            axis.text(x, max(values) + 1.5, f"{mean:.0f}", ha="center", fontsize=7)
-    before = 100 * tables["preset"]["full precision"][0]["accuracy_before"]
-    axis.axhline(before, color=text, linestyle=":", linewidth=0.8)
-    axis.text(-0.88, before + 1.2, "before", fontsize=7)
-    axis.set(xticks=range(len(GROUPS)), xticklabels=GROUPS, xlim=(-0.9, None), ylim=(0, 100))
-    axis.set_ylabel("held-out sums solved, %")
+def tick(records: list[dict[str, Any]], name: str, value: Any) -> str:
+    """Return the label of a place on the axis."""
+    if name != "format_name":
+        return f"{value:g}"
+    kl = statistics.mean(one["kl"] for one in of_point(records, Point(format_name=value)) if one["arm"] == "ACR")
+    return f"{value.replace(' ', chr(10))}\n{kl:.1g}"
+
+
+def draw(axis: plt.Axes, records: list[dict[str, Any]], name: str, text: str) -> None:
+    """Draw the mean of each arm along an axis of the map, with a dot for each seed."""
+    for arm, color in COLORS.items():
+        found = [list(accuracies(records, Point(**{name: value}), arm).values()) for value in PANELS[name]]
+        there = [place for place, some in enumerate(found) if some]
+        axis.plot(there, [statistics.mean(found[place]) for place in there], color=color, linewidth=1.8, label=arm)
+        for place in there:
+            axis.plot([place] * len(found[place]), found[place], ".", color=color, markersize=4)
+    axis.set_xticks(range(len(PANELS[name])), [tick(records, name, value) for value in PANELS[name]])
+    axis.set(xlabel=LABELS[name], ylim=(0, 103), xlim=(-0.3, len(PANELS[name]) - 0.7))
+    axis.grid(alpha=0.2, color=text)
     axis.spines[["top", "right"]].set_visible(False)
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Where the two files go.")] = ROOT / "docs") -> None:
     """Draw docs/results-light.png and docs/results-dark.png."""
+    path = RESULTS / "regime.json"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: benchmarks/regime.py writes it")
+    records = json.loads(path.read_text())["runs"]
     for name, (ground, text) in THEMES.items():
         colors = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), text)
         with plt.rc_context({"font.size": 9, "axes.facecolor": ground, **colors}):
-            figure, axis = plt.subplots(figsize=(8.3, 3.9), facecolor=ground, constrained_layout=True)
-            draw(axis, text)
+            figure, axes = plt.subplots(
+                1, 3, figsize=(8.3, 3.5), facecolor=ground, sharey=True, constrained_layout=True
+            )
+            for axis, panel in zip(axes, PANELS, strict=True):
+                draw(axis, records, panel, text)
+            axes[0].set_ylabel("held-out problems solved, %")
             figure.suptitle(TAKEAWAY, fontsize=10, fontweight="bold")
-            handles = [Patch(color=color, label=label) for label, color in COLORS.items()]
-            figure.legend(handles=handles, loc="outside lower center", ncols=len(COLORS), fontsize=8, frameon=False)
+            handles, labels = axes[0].get_legend_handles_labels()
+            figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
             figure.savefig(folder / f"results-{name}.png", dpi=200)
+            plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ TRANSPORTS     sync.transport              a link to the engines, to a transport
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from qurl_ray.errors import ConfigError, DataError, EnvironmentFailed, RewardError
 from qurl_ray.extensions import Entry, Table
@@ -254,6 +255,8 @@ class EngineEntry(Entry):
     raises ConfigError if the engine cannot work here."""
     kv_cache: tuple[str, ...] = ("full",)
     """Number formats of keys and values that it has."""
+    kv_scales: Literal["head", "layer"] = "head"
+    """Number of scales of FP8 keys, and of values: one for each key head of a layer, or one for the layer."""
     equal_bits: bool = False
     """It computes as the learner does: on a CPU, their log-probs are equal bit for bit."""
     adapters: bool = False
@@ -303,6 +306,8 @@ ENGINES = Table[EngineEntry](
             reference="qurl_ray.engines.make:vllm_engine",
             help="is vLLM 0.32 with this package's quantization",
             check="qurl_ray.engines.vllm.check:check",
+            kv_cache=("full", "fp8"),
+            kv_scales="layer",
             adapters=True,
             experts=_MIXTURES,
             tensor_parallel=True,

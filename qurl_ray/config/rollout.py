@@ -81,9 +81,10 @@ class RolloutConfig(Section):
     """Number of answers that a worker decodes at a time; further requests wait for a free slot."""
     kv_cache: Literal["full", "fp8"] = "full"
     """Number format in which an engine stores keys and values: `full` is that of `dtype`; `fp8` is E4M3, in a quarter
-    of the memory of float32, with one scale per layer and key head that is measured again for every weight version.
-    `fp8` needs engine=torch, and applies to all rollouts and evaluations of the run, whatever the format of the weights
-    is. On a CPU it is an emulation, slower than `full`."""
+    of the memory of float32, with scales that are measured again for every weight version: one per layer and key head
+    (engine=torch), or one per layer (engine=vllm, which on a CPU needs AVX-512 or AMX, and heads whose width is a
+    multiple of 32). `fp8` applies to all rollouts and evaluations of the run, whatever the format of the weights is.
+    engine=torch emulates it on a CPU, slower than `full`."""
     kept_keys_gb: float = Field(1.0, ge=0)
     """Memory of a worker for keys and values of trajectories that wait for their environment, in GiB (2^30 bytes), with
     engine=torch. Rows for which it has no room are computed again at their next turn: slower, with the same bits."""

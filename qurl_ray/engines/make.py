@@ -97,6 +97,7 @@ def vllm_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
         dtype=options.dtype,
         tensor_parallel=options.processes,
         kv_cache_bytes=options.kv_cache_bytes,
+        kv_cache=options.kv_cache,
         format_name=options.format_name,
         keep=options.keep,
         graphs=options.cuda_graphs,

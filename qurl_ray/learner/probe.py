@@ -56,7 +56,7 @@ def through_codes(
             yield
             return
         ids = calibration_ids(model.config)
-        recorder = MaximaRecorder(ids)
+        recorder = MaximaRecorder(ids, per_layer=precision.kv_scales == "layer")
         with stored_as(recorder.update):
             pass_over(ids)
         scales = recorder.scales()

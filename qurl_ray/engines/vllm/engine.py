@@ -25,13 +25,14 @@ from qurl_ray.engines.vllm.shards import TensorShard, join_fingerprints, join_sh
 from qurl_ray.errors import EngineError, QuantizationError, StaleWeights, SyncError
 from qurl_ray.policy.adapters import add_adapters
 from qurl_ray.policy.experts import router_weights
+from qurl_ray.policy.kv import calibration_ids, power_of_two_scales
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.policy.logprobs import textless
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import weight_max_code
 from qurl_ray.transfer.shared_memory import SharedBuffer
-from qurl_ray.types import Completion, Manifest, PolicySpec, Request, StagedBucket, TensorRecord
+from qurl_ray.types import Completion, Manifest, PolicySpec, Request, SamplingParams, StagedBucket, TensorRecord
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,6 +52,8 @@ class VllmEngine:
         tensor_parallel: number of workers (GPUs on CUDA) that share the policy.
         kv_cache_bytes: memory for keys and values in each worker. None means the memory that `slots` full contexts
             need on a CPU, and the memory that vLLM finds free on a GPU.
+        kv_cache: "full", or "fp8", which holds keys and values in E4M3, with one scale for each layer's keys and values
+            that is measured for every version as policy.kv does it.
         format_name: number format of the linears at first; "none" is full precision.
         keep: patterns of checkpoint names that stay in full precision in any format, as in quant/units.py.
         graphs: compile the model and, on CUDA, replay its decode steps as CUDA graphs; on a CPU for emulation alone.
@@ -76,6 +79,7 @@ class VllmEngine:
         dtype: str = "float32",
         tensor_parallel: int = 1,
         kv_cache_bytes: int | None = None,
+        kv_cache: str = "full",
         format_name: str = "none",
         keep: Sequence[str] = (),
         graphs: bool = False,
@@ -97,6 +101,9 @@ class VllmEngine:
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}  # tied ones once
         self._routers = router_weights(model)
         self._textless = textless(model)
+        self._calibration = calibration_ids(model.config) if kv_cache == "fp8" else []
+        self._key_scales: dict[str, list[float]] = {}
+        """Scales of FP8 keys and values for the present weights, by vLLM's name of the layer."""
         self._records: dict[str, TensorRecord] = {}
         self._before: int | None = None
         """Version that was held when a direct transport began."""
@@ -123,6 +130,7 @@ class VllmEngine:
             "max_num_seqs": slots,
             "max_model_len": self._context,
             "kv_cache_memory_bytes": kv_cache_bytes,
+            "kv_cache_dtype": "fp8_e4m3" if kv_cache == "fp8" else "auto",
             "enable_sleep_mode": sleep_mode,
             "quantization": "qurl",
             "load_format": "dummy",  # the first load sends the weights
@@ -150,7 +158,7 @@ class VllmEngine:
             plugin["adapters"] = asdict(self._adapters)
         overrides = {"hf_overrides": {"quantization_config": plugin}}
         self._server = VllmServer(self._settings | overrides, threads=self._threads, timeout_s=self._timeout_s)
-        self._format = format_name
+        self._format, self._key_scales = format_name, {}
         if self._textless is not None:
             self._server.workers("never_draw", self._textless.tolist())
 
@@ -187,6 +195,7 @@ class VllmEngine:
             raise
         finally:
             self._server.control("resume_generation")
+        self._scale_keys(manifest.version)
         self.version = manifest.version
 
     def begin(self, version: int, format_name: str) -> tuple[str, int]:
@@ -216,6 +225,7 @@ class VllmEngine:
             self._verify(manifest, {record.name: record.fingerprint for record in manifest.tensors})
         finally:
             self._server.control("resume_generation")
+        self._scale_keys(manifest.version)
         self.version = manifest.version
 
     def _pause(self) -> None:
@@ -236,8 +246,7 @@ class VllmEngine:
         self._fingerprints = dict(expected) if manifest.complete else {**self._fingerprints, **expected}
         self._compare(manifest.version, self._fingerprints if self._slept else expected)
         self._slept = False
-        if not self._server.control("reset_prefix_cache"):
-            raise EngineError("vLLM did not reset its prefix cache: it would reuse keys of other weights")
+        self._reset_prefixes()
 
     def _compare(self, version: int | None, expected: Mapping[str, int]) -> None:
         """Compare tensors with their fingerprints, which the workers compute where they hold them, from their shards.
@@ -253,6 +262,45 @@ class VllmEngine:
                 raise SyncError(
                     f"version {version}: {name} is {resident:016x} in the engine, {expected[name]:016x} was sent"
                 )
+
+        self._compare_keys(version)
+
+    def _compare_keys(self, version: int | None) -> None:
+        """Compare the scales of FP8 keys and values with those that were measured."""
+        if self._key_scales and any(held != self._key_scales for held in self._server.workers("key_scales")):
+            raise SyncError(f"version {version}: scales of its keys and values are not those that were measured")
+
+    def _scale_keys(self, version: int) -> None:
+        """Measure the FP8 keys and values of the calibration sequence under the weights that came, and set scales.
+
+        Raises:
+            EngineError: a layer did not show its keys.
+            SyncError: a worker holds other scales.
+        """
+        if not self._calibration:
+            return
+        asked = Request(
+            uid="calibration/0",
+            prompt_ids=np.array(self._calibration, dtype=np.int32),
+            seed=0,
+            sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        )
+        try:
+            self._server.workers("watch_keys", len(self._calibration) - 1)
+            self._server.generate([asked], version, self._timeout_s)
+        finally:
+            of_ranks = self._server.workers("largest_keys")
+        if not of_ranks[0] or any(largest.keys() != of_ranks[0].keys() for largest in of_ranks):
+            raise EngineError(f"version {version}: vLLM computed keys and values where they could not be measured")
+        maxima = {name: torch.tensor([largest[name] for largest in of_ranks]).amax(0) for name in of_ranks[0]}
+        self._key_scales = {name: power_of_two_scales(pair).tolist() for name, pair in maxima.items()}
+        self._server.workers("scale_keys", self._key_scales)
+        self._compare_keys(version)
+        self._reset_prefixes()
+
+    def _reset_prefixes(self) -> None:
+        if not self._server.control("reset_prefix_cache"):
+            raise EngineError("vLLM did not reset its prefix cache: it would reuse keys of other weights")
 
     def _check_names(self, names: set[str], manifest: Manifest) -> None:
         wanted = set(self._shapes) if manifest.complete else {record.name for record in manifest.tensors}

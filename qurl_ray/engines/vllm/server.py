@@ -79,7 +79,8 @@ class VllmServer:
             blocks = config.scheduler_config.max_num_seqs * -(-model.max_model_len // block) + 1
             heads = model.get_num_kv_heads(config.parallel_config)
             layers = model.get_num_layers(config.parallel_config)
-            token = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+            size = 1 if config.cache_config.cache_dtype.startswith("fp8") else model.dtype.itemsize
+            token = 2 * layers * heads * model.get_head_size() * size
             config.cache_config.kv_cache_memory_bytes = blocks * block * token
         kind = "HoldingAsyncScheduler" if config.scheduler_config.async_scheduling else "HoldingScheduler"
         config.scheduler_config.scheduler_cls = f"qurl_ray.engines.vllm.scheduler.{kind}"

@@ -384,7 +384,8 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
         for unit in quantized.values():
             fmt.check_width(unit.module, unit.shape[-1])
     if check := config.rollout.engine_entry.check:
-        import_reference(check)([unit.module for unit in quantized.values()])
+        on_cpu = config.rollout.kv_cache == "fp8" and config.rollout.device == "cpu"
+        import_reference(check)([unit.module for unit in quantized.values()], fp8_keys_on_cpu=on_cpu)
     if config.quantization.equalize is True:
         find_sites(model)
     if config.learner.lora:
