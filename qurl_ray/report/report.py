@@ -17,15 +17,13 @@ from qurl_ray.report.axes import short, signed
 from qurl_ray.report.charts import Series, draw, is_calm, present
 from qurl_ray.report.page import render_page
 from qurl_ray.report.text import MISSING, duration, format_setting, listed
-from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, view
-from qurl_ray.runs.files import Evaluation, RunRecord, finite, read_run, read_samples
+from qurl_ray.runs.files import Evaluation, RunRecord, finite, read_run
 from qurl_ray.runs.values import flatten
 from qurl_ray.types import Outcome
 
 NAME = "report.html"
 ROLLOUTS, TIMELINE = "rollouts/index.html", "timeline.html"
 """Other pages, which the report links to if they exist: see report.viewer and report.timeline."""
-_SAMPLED_STEPS, _SAMPLES_PER_STEP = 24, 4
 _WARNINGS = 20
 _STATES = {
     "finished": "It made all its steps, or reached its target.",
@@ -99,10 +97,6 @@ def render_report(run_dir: Path, *, outcome: Outcome | None = None) -> str:
     """Return the page's text; see `write_report`."""
     record = read_run(run_dir)
     settings = {key: listed(value) for key, value in flatten(record.config, ".")}
-    samples = [
-        (step, [view(sample) for sample in samples_of_step[:_SAMPLES_PER_STEP]])
-        for step, samples_of_step in read_samples(run_dir, _SAMPLED_STEPS)
-    ]
     state = outcome or record.state
     shown_warnings = list(record.warnings.items())[:_WARNINGS]
     return render_page(
@@ -122,13 +116,8 @@ def render_report(run_dir: Path, *, outcome: Outcome | None = None) -> str:
         more_warnings=max(0, len(record.warnings) - _WARNINGS),
         unreadable=record.unreadable,
         groups=[_group(group) for group in catalog.groups(record, settings)],
-        samples=samples,
-        samples_per_step=_SAMPLES_PER_STEP,
         rollouts=ROLLOUTS if (run_dir / ROLLOUTS).exists() else None,
         timeline=TIMELINE if (run_dir / TIMELINE).exists() else None,
-        colorings={sample.coloring for _, views in samples for sample in views},
-        gap_bounds=[f"{bound:g}" for bound in GAP_BOUNDS],
-        probability_bounds=[f"{bound:g}" for bound in PROBABILITY_BOUNDS],
         settings=list(_settings(record.config)),
         places=list(_places(run_dir, settings)),
     )

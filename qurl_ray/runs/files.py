@@ -135,15 +135,6 @@ def run_name(run_dir: Path) -> str:
     return str(read_config(run_dir).get("name") or run_dir.resolve().name)
 
 
-def read_samples(run_dir: Path, limit: int) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Return (step, its samples) of at most `limit` steps: the first, the last, and evenly spaced ones between.
-
-    The file is read twice, so that only the chosen samples are held in memory.
-    """
-    places = sample_places(run_dir)
-    return [(step, samples_at(run_dir, places[step])) for step in spread(list(places), limit)]
-
-
 def sample_places(run_dir: Path) -> dict[int, list[int]]:
     """Return the offsets of each step's samples in samples.jsonl, in bytes; in the order of the steps."""
     places: dict[int, list[int]] = {}
@@ -167,13 +158,6 @@ def read_spans(run_dir: Path) -> Iterator[dict[str, Any]]:
             start, seconds = finite(span.get("start")), finite(span.get("seconds"))
             if start is not None and seconds is not None and seconds >= 0:
                 yield span
-
-
-def spread(items: list[int], limit: int) -> list[int]:
-    """Choose at most `limit` (2 or more) evenly spaced items, including the first and the last."""
-    if len(items) <= limit:
-        return items
-    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def finite(value: Any) -> float | None:
