@@ -7,10 +7,11 @@ from typing import Any
 from ray.util.metrics import Gauge
 
 from qurl_ray.tracking.numbers import event_numbers, gauge_name
+from qurl_ray.tracking.sink import Sink
 from qurl_ray.types import Event, Outcome
 
 
-class RayMetrics:
+class RayMetrics(Sink):
     """Sink that shows the last value of every number as a gauge `ray_qurl_<name>` with the label `run`."""
 
     name = "Ray's metrics"
@@ -29,10 +30,6 @@ class RayMetrics:
             if name not in self._gauges:
                 self._gauges[name] = Gauge(gauge_name(name), description=name, tag_keys=("run",))
             self._gauges[name].set(value, {"run": self._run})
-
-    def notices(self) -> list[str]:
-        """Return nothing: what goes wrong is raised."""
-        return []
 
     def close(self, outcome: Outcome) -> None:
         """Leave the last values: they end with the driver's process."""

@@ -17,7 +17,7 @@ def main(
         str | None, typer.Option(help="Server or database; without it, the one that the run was tracked by.")
     ] = None,
 ) -> None:
-    """Send to MLflow what a run's folder holds and MLflow lacks: metrics, traces, plots, artifacts and the policy.
+    """Send to MLflow what a run's folder holds and MLflow lacks: metrics, traces, artifacts and the policy.
 
     Use it for a run whose server was down, or that was tracked without MLflow. Sending again changes nothing.
     """

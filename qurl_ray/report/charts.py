@@ -15,20 +15,6 @@ from markupsafe import Markup, escape
 from qurl_ray.report.axes import Axis, linear_axis, log_axis, power_of_ten, round_step
 from qurl_ray.runs.values import StepValues
 
-_FILE_STYLE = """
-svg { font: 11px system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-.page { fill: #fff; } text { fill: #1b1d20; } .tick, .unit { fill: #5d636b; }
-.title { font-size: 15px; font-weight: 600; }
-.c1 { --c: #0072b2; } .c2 { --c: #d55e00; } .c3 { --c: #009e73; } .c4 { --c: #cc79a7; } .c5 { --c: #e69f00; }
-.end { text-anchor: end; } .mid { text-anchor: middle; } .last tspan:first-child { font-weight: 600; }
-tspan[class] { fill: var(--c); } .grid { stroke: #ebebe6; } .bar { fill: var(--c); }
-.band { fill: var(--c); opacity: .22; }
-.line { fill: none; stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; } .dashed { stroke-dasharray: 5 4; }
-.dot { stroke: var(--c); stroke-width: 5.5; stroke-linecap: round; } .whisker { fill: none; stroke: var(--c); }
-.hit { display: none; }
-"""
-"""Style sheet of a chart in its own file: the report's colours of the light theme, without the pointer's elements."""
-
 COLUMNS = 250
 _FEW = 40
 """Largest number of columns for which points are drawn as dots and intervals as whiskers."""
@@ -124,23 +110,6 @@ def draw(chart: Chart, rows: Sequence[StepValues]) -> Markup | None:
     label = escape(f"{chart.title}: {_steps(columns[last])}, {values}")
     content = _content(plots, columns, last)
     return Markup(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{content}</svg>')
-
-
-def standalone(chart: Chart, rows: Sequence[StepValues]) -> str | None:
-    """Draw the chart as the text of an .svg file, with title, legend and its own colours. None if it has no values."""
-    panels = present(chart, rows)
-    if not panels:
-        return None
-    shown = [series for panel in panels for series in panel.series]
-    columns = thin(rows, shown)
-    last = max(i for i, column in enumerate(columns) if column.cells)
-    legend = " ".join(f'<tspan class="c{series.color}">●</tspan> {escape(series.label)}' for series in shown)
-    content = _content(_plots(panels, columns), columns, last)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-12 -52 {_WIDTH + 24} {_HEIGHT + 64}" width="{2 * _WIDTH}">'
-        f'<style>{_FILE_STYLE}</style><rect class="page" x="-12" y="-52" width="100%" height="100%"/>'
-        f'<text class="title" y="-32">{escape(chart.title)}</text><text y="-13">{legend}</text>{content}</svg>\n'
-    )
 
 
 def present(chart: Chart, rows: Sequence[StepValues]) -> list[Panel]:

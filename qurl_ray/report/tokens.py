@@ -1,4 +1,4 @@
-"""Figures of a sampled rollout: gaps between the log-probs of engine and learner, and the turns and rows of its tokens."""
+"""Figures of a sampled rollout: gaps between the log-probs of engine and learner, turns, and rows."""
 
 import math
 from collections.abc import Sequence

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from qurl_ray.tracking.sink import Sink
 from qurl_ray.types import Event, Outcome
 
 
@@ -29,7 +30,7 @@ class Callback:
         """Called at the end: finished, interrupted, or failed."""
 
 
-class CallbackSink:
+class CallbackSink(Sink):
     """Sink that calls a callback."""
 
     def __init__(self, callback: Callback) -> None:
@@ -44,9 +45,6 @@ class CallbackSink:
                 self._callback.on_evaluation(event.step, event.message, dict(event.values))
             case "checkpoint":
                 self._callback.on_checkpoint(event.step, Path(event.values["folder"]))
-
-    def notices(self) -> list[str]:
-        return []
 
     def close(self, outcome: Outcome) -> None:
         self._callback.on_end(outcome)

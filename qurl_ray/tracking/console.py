@@ -13,6 +13,7 @@ from rich.text import Text
 
 from qurl_ray.report.text import MISSING, duration, one_line, pairs
 from qurl_ray.runs.values import number
+from qurl_ray.tracking.sink import Sink
 from qurl_ray.tracking.summary import commands, summary_panel
 from qurl_ray.types import Event, Outcome
 
@@ -102,7 +103,7 @@ class _View(Protocol):
     def stop(self) -> None: ...
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """Sink that prints messages, evaluations and the summary; its view shows steps and samples."""
 
     name = "console"
@@ -137,9 +138,6 @@ class ConsoleSink:
     def stage(self, line: str, step: int) -> None:
         """Show a line on the stage that the run is in (tracking.stages), after `step` steps."""
         self._view.stage(one_line(line), step)
-
-    def notices(self) -> list[str]:
-        return []
 
     def close(self, outcome: Outcome) -> None:
         self._view.stop()

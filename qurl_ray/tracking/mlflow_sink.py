@@ -1,5 +1,5 @@
 """Sink that logs to MLflow. A training run is one MLflow run, with parameters, metrics of every step, sampled rollouts
-as traces, and the machine's utilisation; at the end, plots, other artifacts and the registered policy.
+as traces, and the machine's utilisation; at the end, the report and other files, and the registered policy.
 
 This module imports MLflow, which takes over a second, so it is imported only if MLflow is on. A background thread opens
 and migrates the database and logs all records: a first sqlite migration takes another second, a dead server minutes.
@@ -50,7 +50,6 @@ from qurl_ray.config import RunConfig
 from qurl_ray.config.paths import expanded
 from qurl_ray.config.shown import reason, redacted, shown, shown_address
 from qurl_ray.config.tracking import mlflow_address
-from qurl_ray.report.plots import plots
 from qurl_ray.report.text import one_line
 from qurl_ray.runs.files import read_config
 from qurl_ray.runs.recorded import events, message_lines, samples
@@ -349,8 +348,6 @@ class MlflowSink:
                 run.client.log_dict(run.run_id, values, name)
         if messages := "".join(message_lines(self._run_dir)):
             run.client.log_text(run.run_id, messages, "events.jsonl")
-        for name, drawing in plots(self._run_dir).items():
-            run.client.log_text(run.run_id, drawing, f"plots/{name}")
 
     def _end(self, outcome: Outcome) -> None:
         run = self._run()

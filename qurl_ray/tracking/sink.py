@@ -6,7 +6,8 @@ from qurl_ray.types import Event, Outcome
 
 
 class Sink(Protocol):
-    """Destination of events. Its methods may raise: the tracker reports the first failure and continues."""
+    """Destination of events. Its methods may raise: the tracker reports the first failure and continues. Sinks that
+    derive from this class need no `notices`."""
 
     name: str
     """Name of the sink in warnings."""
@@ -17,7 +18,7 @@ class Sink(Protocol):
 
     def notices(self) -> list[str]:
         """Return the problems since the last call that were not raised as exceptions, one sentence each."""
-        ...
+        return []
 
     def close(self, outcome: Outcome) -> None:
         """Write all outstanding records. This may take until the sink's own deadline."""

@@ -7,12 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from qurl_ray.errors import ConfigError
+from qurl_ray.tracking.sink import Sink
 from qurl_ray.types import Event, Outcome
 
 _EVERY_S = 15.0
 
 
-class Stages:
+class Stages(Sink):
     """Sink with a line when a stage begins, and another every 15 s while it lasts. A stage ends with the next one, a
     step, an evaluation or the run.
 
@@ -52,10 +53,6 @@ class Stages:
             with self._lock:
                 self._stage = None
             self._changed.set()
-
-    def notices(self) -> list[str]:
-        """Return nothing: all lines are shown at once."""
-        return []
 
     def close(self, outcome: Outcome) -> None:
         with self._lock:

@@ -12,12 +12,13 @@ from typing import Any
 
 from qurl_ray.config.shown import shown
 from qurl_ray.tracking.numbers import event_numbers
+from qurl_ray.tracking.sink import Sink
 from qurl_ray.types import Event, Outcome
 
 _KINDS = ("step", "evaluation", "summary")
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Sink that writes event files to the run's folder `tensorboard`; `tensorboard --logdir` shows them."""
 
     name = "TensorBoard"
@@ -49,17 +50,13 @@ class TensorBoard:
             self._writer.add_scalar(name, value, event.step, walltime=at)
         self._writer.flush()
 
-    def notices(self) -> list[str]:
-        """Return nothing: problems are raised."""
-        return []
-
     def close(self, outcome: Outcome) -> None:
         """Close the file."""
         if self._writer is not None:
             self._writer.close()
 
 
-class WandB:
+class WandB(Sink):
     """Sink that logs to Weights & Biases, or with WANDB_MODE=offline to the run's folder `wandb`. Its own variables
     (WANDB_PROJECT, WANDB_ENTITY, …) apply; without them, the project is tracking.experiment."""
 
@@ -90,10 +87,6 @@ class WandB:
             self._run.summary.update(event_numbers(event))
         elif event.kind in _KINDS:
             self._run.log({**event_numbers(event), "step": event.step})
-
-    def notices(self) -> list[str]:
-        """Return nothing: problems are raised."""
-        return []
 
     def close(self, outcome: Outcome) -> None:
         """End the run, and wait until all is sent."""

@@ -88,7 +88,7 @@ def test_a_run_without_mlflow_is_sent_afterwards_and_sending_it_twice_changes_no
     assert [gap for _, _, gap in found["traces"]] == [0.2] * 3
     assert found["times"] == (int(1000 * events[0]["time"]), int(1000 * events[-1]["time"]))
     assert (found["status"], found["tags"]["warnings"], found["runs"]) == ("FINISHED", "1", 1)
-    assert {"config.yaml", "metrics.jsonl", "plots", "summary.json", "events.jsonl"} <= set(found["artifacts"])
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "events.jsonl"} <= set(found["artifacts"])
     again = replay(run_dir)
     assert again == done
     assert kept(done.uri, done.run_id) == found

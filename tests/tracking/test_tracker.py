@@ -68,7 +68,7 @@ def test_a_run_can_be_read_back_from_mlflow(tmp_path, capfd):
     tags = {"quantization": "int8", "correction": "acr", "algorithm": "dapo", "warnings": "1"}
     assert tags.items() <= run.data.tags.items()
     kept = {artifact.path for artifact in client.list_artifacts(run_id)}
-    assert kept == {"config.json", "summary.json", "samples.jsonl", "metrics.jsonl", "events.jsonl", "plots"}
+    assert kept == {"config.json", "summary.json", "samples.jsonl", "metrics.jsonl", "events.jsonl"}
     (stored,) = (tmp_path / "mlartifacts").rglob("config.json")
     assert json.loads(stored.read_text())["rollout"]["quantization"] == "int8"
 
