@@ -192,7 +192,7 @@ def main(
             step_seconds.append(time.perf_counter() - started)
         manifest = sync.manifests[-1]
         sent = sum(record.bytes for record in manifest.tensors)
-        ratio = sent / sum(record.bfloat16_bytes for record in manifest.tensors)
+        ratio = 2 * sent / sum(record.float32_bytes for record in manifest.tensors)
         if not real:
             deltas.append(ratio)
         codes, changed = count_codes(manifest.tensors)

@@ -300,11 +300,6 @@ class TensorRecord:
         """Bytes of this tensor in full precision (float32); 0 if it is tied."""
         return 0 if self.tied else 4 * math.prod(self.shape)
 
-    @property
-    def bfloat16_bytes(self) -> int:
-        """Bytes of this tensor if it were sent in full in bfloat16; 0 if it is tied."""
-        return self.float32_bytes // 2
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:

@@ -51,6 +51,7 @@ def main(
         comparison = compare(chosen(names or [], experiment, uri, place), difference)
         path = expanded(out or place / "compare.html").resolve()
         try:
+            path.parent.mkdir(exist_ok=True)
             write_whole(path, render_comparison(comparison, experiment or "Comparison of runs"))
         except OSError as error:
             raise ConfigError(f"cannot read or write {error.filename}: {error.strerror}") from None

@@ -452,8 +452,3 @@ def headings() -> Mapping[str, tuple[Chart, ...]]:
 def charts() -> tuple[Chart, ...]:
     """Return all charts that show steps."""
     return tuple(chart for part in _HEADINGS.values() for chart in part if chart not in _HELD_OUT)
-
-
-def metric_names() -> frozenset[str]:
-    """Names of the step metrics from which charts are drawn. Runs are compared by them, so they must not change."""
-    return frozenset(series.key for chart in charts() for panel in chart.panels for series in panel.series)

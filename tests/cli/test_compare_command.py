@@ -44,6 +44,12 @@ def test_without_runs_the_newest_are_compared_and_out_says_where_to(folder, tmp_
     assert (tmp_path / "page.html").is_file()
 
 
+def test_a_folder_of_runs_that_is_not_there_yet_is_made_for_the_page(folder, tmp_path):
+    done = invoke(folder / "one", folder / "two", "--folder", tmp_path / "none")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "none" / "compare.html").is_file()
+
+
 def test_the_difference_is_that_of_the_statistics():
     found = job.difference([True, False, False, True] * 50, [True, True, False, True] * 50)
     assert found.value == 0.25

@@ -174,12 +174,12 @@ def test_prometheus_finds_the_gauges_that_the_dashboard_shows(tmp_path):
 
     import ray
 
-    from qurl_ray.report.catalog import metric_names
+    from qurl_ray.report.catalog import charts
     from qurl_ray.tracking.grafana import dashboard
 
     ray.init("local", num_cpus=1, include_dashboard=True, log_to_driver=False)
     try:
-        wanted = dict.fromkeys(metric_names(), 0.5)
+        wanted = {series.key: 0.5 for chart in charts() for panel in chart.panels for series in panel.series}
         evaluations = [
             Event(kind="evaluation", step=1, message=label, values={"eval/accuracy": 0.25, "eval/reward": 0.125})
             for label in ("before", "during")

@@ -66,7 +66,7 @@ def test_int8_sends_a_quarter_of_the_quantized_bytes(model):
     (record,) = records_of(Publisher({"wide"}).prepare([("wide", wide)], INT8, version=1))
     assert record.bytes == 192 * 576 + 4 * 192
     assert record.bytes <= 0.26 * record.float32_bytes
-    assert record.float32_bytes == 2 * record.bfloat16_bytes == 4 * 192 * 576
+    assert record.float32_bytes == 4 * 192 * 576
 
 
 def test_changed_codes_are_counted_against_the_version_before(model):
@@ -132,7 +132,7 @@ def test_bfloat16_is_rounded_to_nearest_and_ties_to_even():
     parameters = [("p", torch.from_numpy(bits.view(np.float32)))]
     (bucket,) = Publisher({}).prepare(parameters, None, version=1, unquantized="bfloat16")
     assert bucket.payloads[0].parts[0].tolist() == [0x3F80, 0x3F82, 0x3F81, 0x3F80, 0xBF80]
-    assert bucket.records[0].bytes == bucket.records[0].bfloat16_bytes == 10
+    assert 2 * bucket.records[0].bytes == bucket.records[0].float32_bytes == 20
 
 
 def test_a_delta_is_made_only_to_what_was_sent_last_in_the_same_form(model):
