@@ -16,7 +16,7 @@ from qurl_ray.config.lora import LoraConfig
 from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.quantization import QuantizationConfig
-from qurl_ray.config.rollout import WEIGHT_ONLY, FormatName, RolloutConfig
+from qurl_ray.config.rollout import FOUR_BIT_FLOATS, WEIGHT_ONLY, FormatName, RolloutConfig
 from qurl_ray.config.section import Section, with_default_types, without_removed
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.config.task import ArithmeticTask, TaskConfig
@@ -295,6 +295,6 @@ def _with_flow(settings: Any) -> Any:
     if not isinstance(settings, dict) or "precision_flow" in settings:
         return settings
     rollout, learner = (settings.get(name) for name in ("rollout", "learner"))
-    four_bit = isinstance(rollout, dict) and rollout.get("quantization") in ("nvfp4", "mxfp4")
+    four_bit = isinstance(rollout, dict) and rollout.get("quantization") in FOUR_BIT_FLOATS
     adapts = isinstance(learner, dict) and learner.get("lora")
     return settings | {"precision_flow": "unified"} if four_bit and not adapts else settings

@@ -452,7 +452,6 @@ def make_learner(
     flow: UnifiedFlow | None = None,
     equalizer: Equalizer | None = None,
     adaptation: Adaptation | None = None,
-    against_start: bool = False,
     calibrate_every: int = 0,
     replay_reference: bool = False,
     rows: ReadRows | None = None,
@@ -466,12 +465,12 @@ def make_learner(
         value_body: initial model of a separate value model, which takes it over. Without it, the policy gets a value
             head.
         reference: reference policy of the KL penalty, which the learner takes over. It is sharded with FSDP2; else,
-            every rank holds all of it.
+            every rank holds all of it. Where adapters alone are trained, the reference is the model with those that it
+            has now.
         flow: unified flow of the policy, and of a value head on it; reference and separate value model stay in full
             precision.
         equalizer: factors of the model's codes, made from this model.
         adaptation: training of the model's adapters alone.
-        against_start: the reference is the model with the adapters that it has now.
         rows: with FSDP2, reads the weights of these models, which then have none.
     """
     switch = FlowSwitch(model, flow, equalizer.factors if equalizer and flow.equalized else {}) if flow else None
@@ -482,7 +481,7 @@ def make_learner(
         if value_body:
             separate = make_backend(ValueModel(value_body, config, sequence), config, value_body, rows)
         critic = Critic(separate, credit, config)
-    comparison = None
+    comparison: Scorer | StartingAdapters | None = None
     if reference:
         comparison = Scorer(reference.requires_grad_(False), config, temperature=temperature, sequence=sequence)
         if config.backend == "fsdp":
@@ -498,13 +497,15 @@ def make_learner(
         sequence=sequence,
     )
     backend = make_backend(scorer, config, model, rows)
+    if adaptation and (settings.kl_coef or penalty):
+        comparison = StartingAdapters(backend)
     return PolicyLearner(
         backend,
         config,
         settings,
         total_updates=total_updates,
         critic=critic,
-        reference=StartingAdapters(backend) if against_start else comparison,
+        reference=comparison,
         penalty=penalty,
         flow=switch,
         equalizer=equalizer,

@@ -231,7 +231,6 @@ def test_the_reference_is_the_policy_with_the_adapters_of_the_start(tiny_spec):
         temperature=1.0,
         total_updates=10,
         adaptation=Adaptation(adapters=LORA, base="full"),
-        against_start=True,
     )
     batch = to_tensors([sample for group in groups() for sample in group])
     with torch.no_grad():

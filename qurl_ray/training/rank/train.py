@@ -31,12 +31,13 @@ from qurl_ray.actors.cluster import own_assignment
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError, CoordinatorDied, DeadlineExceeded, QurlError
 from qurl_ray.learner.equalizer import equalizer_for
-from qurl_ray.learner.learner import make_learner
+from qurl_ray.learner.learner import PolicyLearner, make_learner
 from qurl_ray.learner.protocol import Learner
 from qurl_ray.policy.experts import router_weights
 from qurl_ray.policy.load import StoredWeights, files_digest, load_model, tied_head, unloaded_model
 from qurl_ray.quant.uaq import fold
 from qurl_ray.quant.units import Unit, units
+from qurl_ray.runs.checkpoint import Checkpoint
 from qurl_ray.spans import STEPS, Spans, rank_lane
 from qurl_ray.training.deadlines import Watchdog, collection_deadline, sync_deadline
 from qurl_ray.training.messages import Directive, Start, WeightsWanted
@@ -65,8 +66,8 @@ def train_loop(context: dict[str, Any]) -> None:
     Args:
         context: config (plain values), spec, run_dir, and references to the coordinator and the TaskInputs.
     """
-    config = RunConfig.model_validate(context["config"])
-    check_shared(Path(context["run_dir"]))
+    config, run_dir = RunConfig.model_validate(context["config"]), Path(context["run_dir"])
+    check_shared(run_dir)
     rank = ray.train.get_context().get_world_rank()
     ranks = ray.train.get_context().get_world_size()
     torch.set_num_threads(config.learner.threads or max(1, (os.cpu_count() or 1) // ranks))
@@ -76,8 +77,7 @@ def train_loop(context: dict[str, Any]) -> None:
     start = _begin(ask, config.learner.timeout_s + config.rollout.start_limit_s)
     if start.over:
         return
-    spec, lora = context["spec"], config.learner.lora
-    sharded = config.learner.backend == "fsdp" and not lora  # whose codes are made from whole weights
+    spec: PolicySpec = context["spec"]
 
     def tell(stage: str) -> None:
         if rank == 0:
@@ -86,74 +86,14 @@ def train_loop(context: dict[str, Any]) -> None:
     def late(error: DeadlineExceeded) -> None:  # this rank may never end: the driver ends the run
         coordinator.fail.remote(DeadlineExceeded(f"rank {rank} of the learner, {error}"))
 
-    watchdog = Watchdog(late=late, folder=Path(context["run_dir"]) / "logs")
+    watchdog = Watchdog(late=late, folder=run_dir / "logs")
     tell("loading the policy into the learner's ranks")
-    watchdog.begin("loading the policy", config.learner.timeout_s)
-    check_same_files(spec)
-    fit = check_memory(config, ray.train.get_context().get_local_world_size())
-    if fit and rank == 0:
-        tell_memory(fit, config, coordinator)
-    load = unloaded_model if sharded else load_model
-    model = load(spec)
-    model.get_input_embeddings().register_forward_pre_hook(lambda *_: watchdog.progress())
-    rollouts, resume = config.rollout.quantization, start.resume
-    tied = tied_head(model)
-    exact = router_weights(model)
-    quantized: dict[str, Unit] = {}
-    exported = config.export.format(rollouts)
-    if rollouts != "none" or exported != "none":
-        kept = config.quantization.kept(model.config.num_hidden_layers)
-        quantized = units(model, kept)  # before a backend wraps it
-    folded = config.quantization.uaq_scale != 1
-    if folded and not sharded:
-        fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
-    # These two are never quantized, so they are not folded.
-    value_body = load(spec) if needs_value_model(config.algorithm) else None
-    reference = load(spec) if config.algorithm.kl_coef and not lora else None
-    settings = objective_settings(config)
-    flow = unified_flow(config, coordinator, quantized)
-    if flow and rank == 0 and not lora:
-        tell_gradients(flow, config, coordinator)
-    device = config.learner.device
-    equalizer = equalizer_for(model, config.quantization, quantized, {rollouts, exported} - {"none"}, device=device)
-    prepared = None
-    if lora:
-        prepared = adaptation(model, spec, config, flow, quantized, resume)
-        if value_body:
-            with_adapters(value_body, config)
-        if prepared.frozen:
-            flow = equalizer = None
-        if rank == 0:
-            tell_adapters(model, prepared, coordinator)
-    learner = make_learner(
-        model,
-        config.learner,
-        tightened(settings) if start.directive.tighten else settings,
-        temperature=config.rollout.temperature,
-        total_updates=config.steps * config.algorithm.updates_per_rollout,
-        credit=credit(config.algorithm),
-        value_body=value_body,
-        reference=reference,
-        penalty=penalty(config.algorithm),
-        flow=flow,
-        equalizer=equalizer,
-        adaptation=prepared,
-        against_start=lora is not None and config.algorithm.kl_coef > 0,
-        calibrate_every=config.algorithm.calibrate_every,
-        replay_reference=config.rollout.router_replay == "always",
-        rows=StoredWeights(spec, model).rows if sharded else None,
-    )
-    if folded and sharded:  # its weights have been read now
-        fold(model, config.quantization.uaq_scale, config.quantization.uaq_layers)
-    watchdog.rest()
-    publisher = Publisher(
-        quantized=quantized,
-        rank=rank,
-        ranks=ranks,
-        bucket_bytes=config.sync.bucket_mb << 20,
-        tied=tied,
-        exact=exact,
-    )
+    with watchdog.during("loading the policy", config.learner.timeout_s):
+        check_same_files(spec)
+        fit = check_memory(config, ray.train.get_context().get_local_world_size())
+        if fit and rank == 0:
+            tell_memory(fit, config, coordinator)
+        learner, publisher = _load_policy(config, spec, start, coordinator, watchdog)
     prompt = wait(coordinator.probe_prompt.remote(), config.sync.timeout_s, "the prompt of the engines' probe")
     several = sum(node["Alive"] for node in ray.nodes()) > 1
     link = Link(
@@ -165,7 +105,7 @@ def train_loop(context: dict[str, Any]) -> None:
     )
     largest = partial(fleet_weight_max_code, config, coordinator)
     sender = Sender(config, learner, link, largest, prompt, start.version, across_nodes=several)
-    saver = Saver(config, learner, spec, coordinator, Path(context["run_dir"]), rank)
+    saver = Saver(config, learner, spec, coordinator, run_dir, rank)
     turns = Turns(
         learner,
         coordinator,
@@ -175,43 +115,78 @@ def train_loop(context: dict[str, Any]) -> None:
         timeout_s=config.sync.timeout_s,
     )
     loop = RankLoop(config, learner, sender, turns, coordinator, rank, start.directive, watchdog)
-
     tell("waiting for the engines to start, and sending the first weights")
-    if resume:
-        learner.load(resume.learner)
-        barrier()
-        loop.send("none" if start.directive.full_precision else rollouts)
-    else:
-        first = "none" if config.evaluates_full_precision else rollouts
-        loop.send(first)
-        loop.evaluate("before", 0)
-        if rollouts != first:
-            loop.send(rollouts)
-    done = saved = resume.step if resume else 0
-    tell(f"step {done + 1}")
-    for step in range(done + 1, config.steps + 1):
-        if not loop.step(step):
-            break
-        done, reward = step, None
-        if config.evaluation.every and step % config.evaluation.every == 0:
-            reward = loop.evaluate("during", step)
-        if config.checkpoint.every and step % config.checkpoint.every == 0:
-            turns.take(Turn.LEARN)
-            with loop.saving():
-                saver.checkpoint(step, reward)
-            saved = step
-    turns.take(Turn.LEARN)
-    with loop.saving():
-        if saved < done < config.steps:  # the run ends early: the same command resumes from here
-            saver.checkpoint(done, None)
-        if done:
-            saver.final()  # before anything else can fail
-    if done:
-        loop.last_evaluations(done)
+    done = loop.run(start.resume, saver, tell)
     for event in loop.spans.events():
         wait(coordinator.tell.remote(event), config.sync.timeout_s, "the coordinator to take the last spans")
     # Once, not per step: reporting is a barrier that costs about a second, and the coordinator carries the metrics.
     ray.train.report({"steps": done})
+
+
+def _load_policy(
+    config: RunConfig, spec: PolicySpec, start: Start, coordinator: ActorHandle, watchdog: Watchdog
+) -> tuple[PolicyLearner, Publisher]:
+    """Load the policy, and return its learner and the publisher of its weights."""
+    rank, ranks = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    lora, algorithm, quantization = config.learner.lora, config.algorithm, config.quantization
+    sharded = config.learner.backend == "fsdp" and not lora  # whose codes are made from whole weights
+    load = unloaded_model if sharded else load_model
+    model = load(spec)
+    model.get_input_embeddings().register_forward_pre_hook(lambda *_: watchdog.progress())
+    tied, exact = tied_head(model), router_weights(model)
+    rollouts, exported = config.rollout.quantization, config.export.format(config.rollout.quantization)
+    quantized: dict[str, Unit] = {}
+    if rollouts != "none" or exported != "none":
+        quantized = units(model, quantization.kept(model.config.num_hidden_layers))  # before a backend wraps it
+    folded = quantization.uaq_scale != 1
+    if folded and not sharded:
+        fold(model, quantization.uaq_scale, quantization.uaq_layers)
+    # These two are never quantized, so they are not folded.
+    value_body = load(spec) if needs_value_model(algorithm) else None
+    reference = load(spec) if algorithm.kl_coef and not lora else None
+    settings = objective_settings(config)
+    flow = unified_flow(config, coordinator, quantized)
+    if flow and rank == 0 and not lora:
+        tell_gradients(flow, config, coordinator)
+    device = config.learner.device
+    equalizer = equalizer_for(model, quantization, quantized, {rollouts, exported} - {"none"}, device=device)
+    prepared = None
+    if lora:
+        prepared = adaptation(model, spec, config, flow, quantized, start.resume)
+        if value_body:
+            with_adapters(value_body, config)
+        if prepared.frozen:
+            flow = equalizer = None
+        if rank == 0:
+            tell_adapters(model, prepared, coordinator)
+    learner = make_learner(
+        model,
+        config.learner,
+        tightened(settings) if start.directive.tighten else settings,
+        temperature=config.rollout.temperature,
+        total_updates=config.steps * algorithm.updates_per_rollout,
+        credit=credit(algorithm),
+        value_body=value_body,
+        reference=reference,
+        penalty=penalty(algorithm),
+        flow=flow,
+        equalizer=equalizer,
+        adaptation=prepared,
+        calibrate_every=algorithm.calibrate_every,
+        replay_reference=config.rollout.router_replay == "always",
+        rows=StoredWeights(spec, model).rows if sharded else None,
+    )
+    if folded and sharded:  # its weights have been read now
+        fold(model, quantization.uaq_scale, quantization.uaq_layers)
+    publisher = Publisher(
+        quantized=quantized,
+        rank=rank,
+        ranks=ranks,
+        bucket_bytes=config.sync.bucket_mb << 20,
+        tied=tied,
+        exact=exact,
+    )
+    return learner, publisher
 
 
 def check_same_files(spec: PolicySpec) -> None:
@@ -283,13 +258,48 @@ class RankLoop:
         """Number of calls that were answered with WeightsWanted."""
         self.spans = Spans()
 
+    def run(self, resume: Checkpoint | None, saver: Saver, tell: Callable[[str], None]) -> int:
+        """Send the first weights, take all steps, save the policy and evaluate it. Return the number of steps done."""
+        config, rollouts = self._config, self._config.rollout.quantization
+        if resume:
+            self._learner.load(resume.learner)
+            barrier()
+            self.send("none" if self._directive.full_precision else rollouts)
+        else:
+            first = "none" if config.evaluates_full_precision else rollouts
+            self.send(first)
+            self.evaluate("before", 0)
+            if rollouts != first:
+                self.send(rollouts)
+        done = saved = resume.step if resume else 0
+        tell(f"step {done + 1}")
+        for step in range(done + 1, config.steps + 1):
+            if not self.step(step):
+                break
+            done, reward = step, None
+            if config.evaluation.every and step % config.evaluation.every == 0:
+                reward = self.evaluate("during", step)
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                with self.saving():
+                    saver.checkpoint(step, reward)
+                saved = step
+        with self.saving():
+            if saved < done < config.steps:  # the run ends early: the same command resumes from here
+                saver.checkpoint(done, None)
+            if done:
+                saver.final()  # before anything else can fail
+        if done:
+            self.last_evaluations(done)
+        return done
+
     def spanning(self, name: str) -> AbstractContextManager:
         """Record the block as a span of this rank, for the timeline."""
         return self.spans.during(rank_lane(self._rank), name)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Record the block as a writing of a checkpoint or the policy."""
+        """Record the block as a writing of a checkpoint or the policy, which needs the learner on its GPU."""
+        self._turns.take(Turn.LEARN)
         limit_s = max(self._config.learner.timeout_s, _SAVE_S)
         with self._watchdog.during("writing a checkpoint", limit_s), self.spanning("checkpoint"):
             yield
