@@ -108,7 +108,13 @@ def draw(chart: Chart, rows: Sequence[StepValues]) -> Markup | None:
     last = max(i for i, column in enumerate(columns) if column.cells)
     values = ", ".join(f"{series.label} {text}" for series, text in _values(plots, columns[last]))
     label = escape(f"{chart.title}: {_steps(columns[last])}, {values}")
-    content = _content(plots, columns, last)
+    left = max(4, *(len(text) for plot in plots for _, text in plot.axis.ticks)) * _CHARACTER + 8
+    across = _Across(columns, left)
+    shapes = [shape for plot in plots for shape in (*_frame(plot, across), *_data(plot, across))]
+    top, bottom = plots[0].top, plots[-1].bottom
+    hits = [_hit(plots, across, i, top, bottom) for i, column in enumerate(columns) if column.cells]
+    readout = f'<text class="last" y="11">{_readout(plots, columns[last])}</text>'
+    content = "".join([*shapes, *_step_axis(across, bottom), readout, *hits])
     return Markup(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{content}</svg>')
 
 
@@ -141,17 +147,6 @@ def thin(rows: Sequence[StepValues], series: Iterable[Series], limit: int = COLU
                 cells[line.key] = Cell(low, mean, high)
         columns.append(Column(part[0][0], part[-1][0], cells))
     return columns
-
-
-def _content(plots: Sequence["_Plot"], columns: Sequence[Column], last: int) -> str:
-    """Return frame, data, the elements shown under the pointer, and the values of column `last`, shown by default."""
-    left = max(4, *(len(label) for plot in plots for _, label in plot.axis.ticks)) * _CHARACTER + 8
-    across = _Across(columns, left)
-    shapes = [shape for plot in plots for shape in (*_frame(plot, across), *_data(plot, across))]
-    top, bottom = plots[0].top, plots[-1].bottom
-    hits = [_hit(plots, across, i, top, bottom) for i, column in enumerate(columns) if column.cells]
-    readout = f'<text class="last" y="11">{_readout(plots, columns[last])}</text>'
-    return "".join([*shapes, *_step_axis(across, bottom), readout, *hits])
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------

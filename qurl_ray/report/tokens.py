@@ -1,11 +1,8 @@
-"""Figures of a sampled rollout: gaps between the log-probs of engine and learner, turns, and rows."""
+"""Gaps between the log-probs of engine and learner of a sampled rollout, and their colours."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from qurl_ray.runs.files import finite
 
 GAP_BOUNDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Bounds of gaps, in nats. A gap of at least the i-th bound has the i-th colour; fixed, so that runs are comparable."""
@@ -31,7 +28,7 @@ def mismatch(engine: Sequence[float | None], learner: Sequence[float | None]) ->
     gaps = [b - p for b, p in zip(engine, learner, strict=False) if b is not None and p is not None]
     if not gaps:
         return None
-    rhos = [_rho(gap) for gap in gaps]
+    rhos = [math.exp(min(_MAX_LOG_RHO, max(-_MAX_LOG_RHO, -gap))) for gap in gaps]
     ess = math.fsum(rhos) ** 2 / (len(rhos) * math.fsum(rho * rho for rho in rhos))
     return Mismatch(gap=max(gaps, key=abs), max_rho=max(rhos), ess=ess)
 
@@ -40,43 +37,3 @@ def gap_class(gap: float) -> str:
     """Style class: `e1` … `e6` if the engine's log-prob is larger, `l1` … `l6` if the learner's, "" for a small gap."""
     level = sum(abs(gap) >= bound for bound in GAP_BOUNDS)
     return f"{'e' if gap > 0 else 'l'}{level}" if level else ""
-
-
-def new_rows(sample: dict[str, Any]) -> list[int]:
-    """Return the numbers of tokens of a line of samples.jsonl after which a new row begins; [] if nothing valid is
-    recorded."""
-    rows = sample.get("rows")
-    return rows if isinstance(rows, list) and all(isinstance(row, int) for row in rows) else []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnView:
-    """Turn of a trajectory, as samples.jsonl has it."""
-
-    end: int
-    """Number of tokens of the answer up to its end."""
-    reward: float | None
-    advantage: float | None
-    """Advantage of its tokens; None if they have that of the trajectory, or it is not known."""
-
-
-def turn_views(sample: dict[str, Any]) -> list[TurnView]:
-    """Return the turns of a line of samples.jsonl; [] if nothing valid is recorded."""
-    turns = sample.get("credit")
-    if not isinstance(turns, list):
-        return []
-    if not all(isinstance(turn, dict) and isinstance(turn.get("end"), int) for turn in turns):
-        return []
-    return [
-        TurnView(end=turn["end"], reward=finite(turn.get("reward")), advantage=finite(turn.get("advantage")))
-        for turn in turns
-    ]
-
-
-def _rho(gap: float) -> float:
-    return math.exp(min(_MAX_LOG_RHO, max(-_MAX_LOG_RHO, -gap)))
-
-
-def numbers(values: Any) -> list[float | None]:
-    """Return the finite numbers of a list, with None for other entries; [] if `values` is not a list."""
-    return [finite(value) for value in values] if isinstance(values, list) else []

@@ -6,24 +6,15 @@ answers. Its script creates only text nodes from the text of a policy, so that i
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qurl_ray.files import write_whole
 from qurl_ray.report.page import TEXT_LIMIT, render_page, script_data
 from qurl_ray.report.text import one_line
-from qurl_ray.report.tokens import (
-    GAP_BOUNDS,
-    PROBABILITY_BOUNDS,
-    gap_class,
-    mismatch,
-    new_rows,
-    numbers,
-    turn_views,
-)
-from qurl_ray.runs.files import finite, run_name, sample_places, samples_at
+from qurl_ray.report.tokens import GAP_BOUNDS, PROBABILITY_BOUNDS, gap_class, mismatch
+from qurl_ray.runs.files import run_name, sample_places, samples_at
 
 FOLDER = "rollouts"
 _FOLDED_LIMIT = 20_000  # characters of meta, or of the state of an environment
@@ -121,37 +112,34 @@ def step_page(
 
 
 def card(sample: dict[str, Any]) -> dict[str, Any]:
-    """Convert a line of samples.jsonl for the page's script. Missing values, or values of a wrong type, are None."""
+    """Convert a line of samples.jsonl for the page's script."""
     tokens = sample.get("tokens")
-    tokens = tokens if isinstance(tokens, list) and all(isinstance(token, str) for token in tokens) else None
-    engine, learner = numbers(sample.get("logprobs")), numbers(sample.get("proximal_logprobs"))
-    comparison = mismatch(engine, learner)
-    replies = [reply for reply in _records(sample, "said") if isinstance(reply, dict)]
-    calls = [reply.get("calls") for reply in replies]
+    engine, learner = sample.get("logprobs") or [], sample.get("proximal_logprobs") or []
+    comparison, replies = mismatch(engine, learner), sample.get("said") or []
     return {
         "uid": one_line(sample.get("uid", ""), TEXT_LIMIT),
         "prompt": str(sample.get("rendered") or sample.get("prompt", "")),
         "answer": None if tokens else str(sample.get("answer", "")),
         "expected": None if sample.get("expected") is None else str(sample["expected"]),
-        "reward": finite(sample.get("reward")),
+        "reward": sample.get("reward"),
         "status": one_line(sample.get("status", "ok"), TEXT_LIMIT),
         "finish": one_line(sample["finish"], TEXT_LIMIT) if sample.get("finish") else None,
         "limit": one_line(sample.get("limit", ""), TEXT_LIMIT),
         "detail": one_line(sample.get("detail", ""), TEXT_LIMIT),
         "meta": _folded(sample.get("meta")),
         "states": [_folded(reply.get("state")) for reply in replies],
-        "advantage": finite(sample.get("advantage")),
+        "advantage": sample.get("advantage"),
         "gap": comparison and _short(comparison.gap),
         "max_rho": comparison and _short(comparison.max_rho),
         "ess": comparison and _short(comparison.ess),
         "tokens": tokens,
-        "engine": engine[: len(tokens or ())],
-        "learner": learner[: len(tokens or ())],
-        "versions": list(_runs(sample.get("versions"))),
-        "rows": new_rows(sample),
-        "turns": len(_records(sample, "turns")),
-        "calls": sum(count for count in calls if isinstance(count, int)),
-        "credit": [asdict(turn) for turn in turn_views(sample)],
+        "engine": engine,
+        "learner": learner,
+        "versions": sample.get("versions") or [],
+        "rows": sample.get("rows") or [],
+        "turns": len(sample.get("turns") or []),
+        "calls": sum(reply.get("calls") or 0 for reply in replies),
+        "credit": sample.get("credit") or [],
     }
 
 
@@ -174,22 +162,9 @@ def step_row(step: int, samples: list[dict[str, Any]]) -> StepRow:
     )
 
 
-def _runs(versions: Any) -> Iterator[list[int]]:
-    """Yield [version, number of tokens] up to the first invalid entry."""
-    for run in versions if isinstance(versions, list) else []:
-        if not (isinstance(run, list) and len(run) == 2 and all(isinstance(value, int) for value in run)):
-            return
-        yield run
-
-
-def _records(sample: dict[str, Any], key: str) -> list[Any]:
-    records = sample.get(key)
-    return records if isinstance(records, list) else []
-
-
 def _folded(value: Any) -> str:
     """Return a mapping as JSON to read; "" if there is nothing in it."""
-    return json.dumps(value, indent=1, ensure_ascii=False)[:_FOLDED_LIMIT] if isinstance(value, dict) and value else ""
+    return json.dumps(value, indent=1, ensure_ascii=False)[:_FOLDED_LIMIT] if value else ""
 
 
 def _short(value: float) -> float:

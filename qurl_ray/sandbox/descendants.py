@@ -25,7 +25,11 @@ def descendants(process: int) -> list[int]:
     """Return the ids of all processes below `process`."""
     below, parents = [], [process]
     while parents:
-        children = _children(parents.pop())
+        children: list[int] = []
+        parent = parents.pop()
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                children += map(int, _read(f"/proc/{parent}/task/{thread}/children").split())
         below += children
         parents += children
     return below
@@ -64,14 +68,6 @@ def prctl(option: int, value: int) -> None:
     """Set an attribute of this process (prctl(2)). Do nothing on systems other than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
-
-
-def _children(process: int) -> list[int]:
-    children: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{process}/task"):
-            children += map(int, _read(f"/proc/{process}/task/{thread}/children").split())
-    return children
 
 
 def _resident_bytes(process: int) -> int:

@@ -7,8 +7,8 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from mlflow.entities import AssessmentSource, Feedback, Metric, Span, SpanType, TraceInfo, TraceLocation, TraceState
 from mlflow.tracing.constant import SpanAttributeKey, TraceMetadataKey, TraceTagKey
@@ -124,7 +124,7 @@ def trace_spans(run_id: str, step: int, sample: _Sample, at: float) -> list[Span
 def _turn_spans(identity: str, sample: _Sample, root: Span, began: float) -> list[Span]:
     """Return a span for each turn of the policy and each call of the environment, in their order; none if the sample
     has none. The input of each is the output of the one before."""
-    records = [*_course(sample, "said"), *_course(sample, "turns")]
+    records = [(key, record) for key in ("said", "turns") for record in sample.get(key) or []]
     spans: list[Span] = []
     numbers, given = {"said": 0, "turns": 1}, _text(sample, "prompt")  # the first call is the reset
     for order, (key, record) in enumerate(sorted(records, key=lambda part: (part[1]["at"], part[0])), start=1):
@@ -143,24 +143,9 @@ def _turn_spans(identity: str, sample: _Sample, root: Span, began: float) -> lis
     return spans
 
 
-def _course(sample: _Sample, key: Literal["turns", "said"]) -> list[tuple[str, dict[str, Any]]]:
-    """Return (key, record) for each valid record of a turn or of an environment's message."""
-    records = sample.get(key)
-    return [
-        (key, record)
-        for record in (records if isinstance(records, list) else [])
-        if isinstance(record, dict)
-        and isinstance(record.get("at"), int)
-        and isinstance(record.get("tokens", 0), int)
-        and finite(record.get("asked")) is not None
-        and finite(record.get("waited")) is not None
-    ]
-
-
 def _time_of(sample: _Sample, at: float) -> tuple[float, float]:
     """Return start (unix time) and duration of a sample in seconds: those of a trajectory, else `at` and 0."""
-    began, seconds = finite(sample.get("began")), finite(sample.get("seconds"))
-    return (at, 0.0) if began is None or seconds is None else (began, seconds)
+    return (sample["began"], sample["seconds"]) if "began" in sample else (at, 0.0)
 
 
 def _drawn(sample: _Sample, start: int, count: int | None) -> dict[str, Any]:
@@ -176,17 +161,14 @@ def _drawn(sample: _Sample, start: int, count: int | None) -> dict[str, Any]:
         "logprob_gap": gaps or None,
         "mean_abs_gap": math.fsum(known) / len(known) if known else None,
         "largest_abs_gap": max(known, default=None),
-        "versions": list(_versions(sample.get("versions"), part)) or None,
+        "versions": list(_versions(sample.get("versions") or [], part)) or None,
     }
 
 
-def _versions(runs: Any, part: slice) -> Iterator[list[int]]:
-    """Yield [version, number of tokens] for a part of the tokens, from those of all, up to the first invalid one."""
+def _versions(runs: Sequence[tuple[int, int]], part: slice) -> Iterator[list[int]]:
+    """Yield [version, number of tokens] for a part of the tokens, from those of all."""
     place = 0
-    for run in runs if isinstance(runs, list) else []:
-        if not (isinstance(run, list) and len(run) == 2 and all(isinstance(value, int) for value in run)):
-            return
-        version, count = run
+    for version, count in runs:
         here = min(place + count, place + count if part.stop is None else part.stop) - max(place, part.start)
         if here > 0:
             yield [version, here]

@@ -1,4 +1,3 @@
-import json
 import math
 import re
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 from qurl_ray.report.page import script_data
 from qurl_ray.report.report import write_report
 from qurl_ray.report.tokens import gap_class, mismatch
-from qurl_ray.report.viewer import card, step_page, step_row, write_rollouts
+from qurl_ray.report.viewer import card, step_page, write_rollouts
 from tests.report.browser import Dom, Reader, needs_chromium, opened
 from tests.report.test_report import HOSTILE, Page, a_run, a_sample, step
 
@@ -108,27 +107,6 @@ def test_mismatch_of_an_answer_by_its_definition():
     assert found.ess == pytest.approx(rho.sum() ** 2 / (4 * (rho**2).sum()))
     assert mismatch([0.0, None], [-1e9, -1.0]).max_rho == math.exp(-20)
     assert mismatch([-1.0], []) is None
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"tokens": "text"},
-        {"tokens": [1, 2]},
-        {"logprobs": "x", "proximal_logprobs": {"a": 1}},
-        {"logprobs": [None, "x", 1e300]},
-        {"versions": [[1, 2], "x"]},
-        {"versions": 3},
-        {"reward": "high", "advantage": [1], "status": None, "finish": 7},
-        {"credit": [{"end": 1, "reward": "x"}, {"end": 2, "advantage": 1e400}]},
-        {"credit": [{"end": "1"}, 3]},
-        {"credit": {"end": 1}},
-    ],
-)
-def test_a_sample_may_have_anything_in_its_fields(odd):
-    found = card(tokens_of(0.1, 0.2) | odd)
-    json.dumps(found, allow_nan=False)
-    step_row(1, [found])
 
 
 # --- foreign text -----------------------------------------------------------------------------------------------------
@@ -264,13 +242,13 @@ def test_a_sample_shows_its_rendered_prompt_its_limit_its_failure_and_what_is_fo
         meta={"secret": 7},
         said=[{"calls": 0}, {"calls": 0, "state": {"board": "x"}}],
     )
-    folder = pages(tmp_path / "run", told, tokens_of(0.1, uid="d", rendered=3, meta="x", said=[3]))
-    first, damaged = opened(folder / "step-1.html", tmp_path / "profile").all("sample")
+    folder = pages(tmp_path / "run", told, tokens_of(0.1, uid="d"))
+    first, plain = opened(folder / "step-1.html", tmp_path / "profile").all("sample")
     for part in ("truncatedenvironment.turn_tokens=8", "prompt<|user|>1+1=", "expected2", "failureKeyError: 'x' (/me"):
         assert part in first
     assert re.search(r'meta\{\s*"secret": 7\s*\}', first)
     assert re.search(r'state after turn 1\{\s*"board": "x"\s*\}', first)
-    assert "meta" not in damaged
+    assert "meta" not in plain
 
 
 TURNS = tokens_of(
@@ -302,12 +280,12 @@ def test_turns_say_their_rewards_and_advantages_where_they_differ(tmp_path):
 @needs_chromium
 def test_a_trajectory_says_its_turns_and_tool_calls(tmp_path):
     turns = [{"at": 0, "tokens": 1}, {"at": 2, "tokens": 1}]
-    said = [{"calls": 0}, {"calls": 2}, {"calls": "x"}, 3]
+    said = [{"calls": 0}, {"calls": 2}, {"calls": None}]
     course = tokens_of(0.0, None, 0.0, turns=turns, said=said, versions=[[7, 1], [-1, 1], [7, 1]])
-    folder = pages(tmp_path / "run", course, tokens_of(0.1, uid="d", turns=3, said=None))
-    first, damaged = opened(folder / "step-1.html", tmp_path / "profile").all("sample")
+    folder = pages(tmp_path / "run", course, tokens_of(0.1, uid="d"))
+    first, plain = opened(folder / "step-1.html", tmp_path / "profile").all("sample")
     assert "3 tokens2 turnsweights 72 tool calls" in first
-    assert "turn" not in damaged
+    assert "turn" not in plain
 
 
 ROWS = tokens_of(
@@ -321,17 +299,13 @@ ROWS = tokens_of(
 
 @needs_chromium
 def test_a_trajectory_shows_where_a_new_row_begins(tmp_path):
-    folder = pages(tmp_path / "run", ROWS, tokens_of(0.1, uid="d", rows=["x"]))
-    rows, damaged = opened(folder / "step-1.html", tmp_path / "profile").all("sample")
+    folder = pages(tmp_path / "run", ROWS, tokens_of(0.1, uid="d"))
+    rows, plain = opened(folder / "step-1.html", tmp_path / "profile").all("sample")
     assert "r0new row: the conversation as the chat template writes itr1" in rows
     assert "3 turns2 rows" in rows
-    assert "row" not in damaged
+    assert "row" not in plain
     for token, said in ((0, "row1 of 2"), (2, "row2 of 2fromthe prompt of the row"), (4, "fromthe environment")):
         assert said in opened(folder / "step-1.html", tmp_path / f"{token}", f"at=0.{token}").text("tip")
-
-
-def test_new_rows_that_are_no_numbers_count_as_absent():
-    assert card(TURNS)["rows"] == card(TURNS | {"rows": ["x"]})["rows"] == []
 
 
 @needs_chromium

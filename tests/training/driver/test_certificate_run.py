@@ -43,6 +43,7 @@ def test_a_certificate_is_in_metrics_report_and_tracking(certified):
     assert [point.value for point in history] == [values["certificate/cost_most"] for values in steps]
 
 
+@pytest.mark.slow  # by default: resumes of runs in test_run.py, and the session's costs in test_session.py
 def test_a_run_with_certificates_is_resumed_to_the_bit(tmp_path, certified):
     assert_resumed_ends_like(certified, tmp_path, CERTIFIED)
 
