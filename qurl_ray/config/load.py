@@ -34,11 +34,8 @@ _INSTEAD = {
         "environment.max_turns (docs/agents.md)",
     ),
     "images": "images are not supported: prompts are text",
-    "rounding": "quantization.rounding was removed: weights are always rounded to nearest; leave it out. The other "
-    "roundings lost, and are in benchmarks/rounding.py",
-    "normalize_by_std": "normalize_by_std is now algorithm.advantage: grpo divides by the deviation, dr_grpo does not",
 }
-"""Messages for keys of other frameworks, or of earlier versions, that are not settings here."""
+"""Messages for keys of other frameworks that are not settings here."""
 _LONGEST_LINE, _MOST_LINES = 1000, 20
 """Limits of an error's text: a line's in characters, and the number of lines."""
 

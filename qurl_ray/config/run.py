@@ -17,7 +17,7 @@ from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.quantization import QuantizationConfig
 from qurl_ray.config.rollout import FOUR_BIT_FLOATS, WEIGHT_ONLY, FormatName, RolloutConfig
-from qurl_ray.config.section import Section, with_default_types, without_removed
+from qurl_ray.config.section import Section, with_default_types
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.config.task import ArithmeticTask, TaskConfig
 from qurl_ray.config.tracking import TrackingConfig
@@ -69,7 +69,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_types(cls, settings: Any) -> Any:
-        return _with_flow(with_offload(with_default_types(without_removed(settings))))
+        return _with_flow(with_offload(with_default_types(settings)))
 
     @model_validator(mode="after")
     def _parts_agree(self) -> "RunConfig":

@@ -11,22 +11,6 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 DEFAULT_TYPES = {"model": "tiny", "task": "arithmetic", "algorithm": "dapo", "correction": "acr"}
 """Type of a section that does not give one, by the section's name."""
 
-REMOVED = {("quantization", "rounding"): "nearest"}
-"""Removed settings, by (section, name), with the value that every run has now: settings of earlier versions that give
-it are valid."""
-
-
-def without_removed(settings: Any) -> Any:
-    """Leave out removed settings that have the value of REMOVED. Other values stay, and are refused as unknown keys."""
-    if not isinstance(settings, dict):
-        return settings
-    kept = dict(settings)
-    for (section, name), value in REMOVED.items():
-        given = kept.get(section)
-        if isinstance(given, dict) and given.get(name) == value:
-            kept[section] = {key: given[key] for key in given if key != name}
-    return kept
-
 
 def with_default_types(settings: Any) -> Any:
     """Fill in the default `type` of sections that give none, so that `task: {max_operand: 9}` is valid. A section that

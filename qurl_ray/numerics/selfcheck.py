@@ -8,7 +8,6 @@ processor, torch, the variables of its libraries and the number of cores, but no
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from torch.nn.functional import linear, pad
 
 from qurl_ray.cache import cache_root, writable
 from qurl_ray.environment import TORCH_WAS_FIRST
+from qurl_ray.files import write_whole
 from qurl_ray.numerics.processor import cpuinfo
 from qurl_ray.numerics.rules import MOST_ROWS, WHOLE, MatmulLibrary, Rule, find_rows
 
@@ -149,7 +149,9 @@ def _kept(name: str, find: Callable[[], Rule | None]) -> Rule | None:
             rule = find()
         rules = _read(file) | {name: asdict(rule) if rule else None}
         if file and writable.get():
-            _write(file, rules)
+            with suppress(OSError):  # without a writable folder, rules are measured again, nothing more
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(file, json.dumps(rules, indent=1))  # rules that two processes add at once may get lost
     fields = rules[name]
     return Rule(**fields) if fields else None
 
@@ -173,13 +175,3 @@ def _read(file: Path | None) -> dict[str, dict | None]:
     with suppress(OSError, ValueError):
         return json.loads(file.read_text())
     return {}
-
-
-def _write(file: Path, rules: dict[str, dict | None]) -> None:
-    """Write the file atomically, as other processes may read it. Rules that two processes add at once may get lost."""
-    with suppress(OSError):  # without a writable folder, rules are measured again, nothing more
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        with os.fdopen(handle, "w") as out:
-            json.dump(rules, out, indent=1)
-        os.replace(name, file)

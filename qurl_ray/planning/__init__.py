@@ -12,5 +12,5 @@ The calculator, `qurl plan` (docs/choosing.md):
     measured           figures that a GPU measured with this package, which replace formulas
     plan, report       the best layout of each format; the table, the verdict and the settings
 
-All of it is pure: of qurl_ray it imports only planning, config and errors.
+All of it is pure: of qurl_ray it imports only planning and layer 0 (docs/design.md).
 """

@@ -6,10 +6,10 @@ planning.measured.
 """
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
 from qurl_ray.errors import ConfigError
+from qurl_ray.extensions import did_you_mean
 
 Precision = Literal["bf16", "int8", "fp8"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "fp8")
@@ -142,6 +142,5 @@ def find_gpu(name: str) -> Gpu:
         return gpu
     if name.lower() == "cpu":
         raise ConfigError("the planner knows no CPU: start the run with a few steps, and read its time by phase")
-    nearest = get_close_matches(name.lower(), GPUS, n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise ConfigError(f"no GPU {name!r} is known; {hint}there are {', '.join(GPUS)}")
+    nearest = did_you_mean(name.lower(), GPUS, cutoff=0.4)
+    raise ConfigError(f"no GPU {name!r} is known; there are {', '.join(GPUS)}{nearest}")

@@ -1,6 +1,5 @@
 """Comparison of runs: results, speed, mismatch between rollouts and learner, and differing settings."""
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 
 from qurl_ray.config.paths import expanded
 from qurl_ray.errors import ConfigError
+from qurl_ray.extensions import did_you_mean
 from qurl_ray.report.axes import short, signed
 from qurl_ray.report.text import MISSING, duration, format_setting
 from qurl_ray.runs.files import Evaluation, RunRecord, finite, read_run
@@ -152,9 +152,8 @@ def find_run(name: str, folder: Path) -> Path:
         if (path / "metrics.jsonl").is_file():
             return path
     known = [path.name for path in _run_folders(folder)]
-    nearest = difflib.get_close_matches(Path(name).name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"in {folder} are: {', '.join(sorted(known)) or 'none'}"
-    raise ConfigError(f"no run {name!r}: it is neither the folder of a run nor the name of a run in {folder}; {hint}")
+    hint = did_you_mean(Path(name).name, known, cutoff=0.5) or f"; there are: {', '.join(sorted(known)) or 'none'}"
+    raise ConfigError(f"no run {name!r}: it is neither the folder of a run nor the name of a run in {folder}{hint}")
 
 
 def _run_folders(folder: Path) -> list[Path]:

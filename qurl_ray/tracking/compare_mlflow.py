@@ -1,6 +1,5 @@
 """Runs of an MLflow experiment, for a comparison. They are read from the files that a run logs at its end."""
 
-import difflib
 import tempfile
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from mlflow.tracking import MlflowClient
 
 from qurl_ray.config.shown import shown_address
 from qurl_ray.errors import ConfigError
+from qurl_ray.extensions import did_you_mean
 from qurl_ray.report.compare import MOST, Run, named
 from qurl_ray.runs.files import RunRecord, read_run
 from qurl_ray.tracking.mlflow_client import mlflow_at
@@ -26,9 +26,8 @@ def experiment_runs(uri: str, experiment: str) -> list[Run]:
         entry = client.get_experiment_by_name(experiment)
         if not entry:
             known = [other.name for other in client.search_experiments()]
-            nearest = difflib.get_close_matches(experiment, known, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(sorted(known))}"
-            raise ConfigError(f"no experiment {experiment!r} in {shown_address(uri)}; {hint}")
+            hint = did_you_mean(experiment, known, cutoff=0.5) or f"; there are: {', '.join(sorted(known))}"
+            raise ConfigError(f"no experiment {experiment!r} in {shown_address(uri)}{hint}")
         runs = client.search_runs([entry.experiment_id], max_results=MOST, order_by=["attributes.start_time DESC"])
         read = ((run.info.run_name, f"{run.info.run_name} {run.info.run_id[:8]}", _record(client, run)) for run in runs)
         return named([(name, long, record) for name, long, record in read if record.rows][::-1])

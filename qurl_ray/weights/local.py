@@ -134,17 +134,15 @@ class FolderPolicy:
         Raises:
             QurlError: the weights cannot be read or quantized, or the folder holds an adapter of another base model.
         """
-        if self.stored:
-            return with_codes(make, config.kernel, self.stored)
+        if stored := self.stored:
+            engine = _made_for(stored.fmt, make, config.kernel)
+            return engine, load_into(engine, stored.parameters.items(), stored.fmt, quantized={})
         model: Any = load_model(self.spec)
         if self.adapter:
             add_adapters(model, self.adapter.adapters)
             load_adapter(model, self.adapter, self.folder)
         if self.coded and quantization == self.coded.format:
-            engine = make(config.kernel)
-            if self.coded.weight_max_code > engine.weight_max_code(self.coded.format):
-                engine.close()
-                engine = make("emulation")
+            engine = _made_for(get_format(self.coded.format, self.coded.weight_max_code), make, config.kernel)
             return engine, coded_into(engine, model, self.coded)
         engine = make(config.kernel)
         return engine, quantize_into(engine, model, quantization, config)
@@ -169,18 +167,14 @@ def policy_in(folder: Path, max_length: int | None = None) -> FolderPolicy:
     return FolderPolicy(folder=folder, spec=spec, stored=stored, adapter=None)
 
 
-def with_codes(
-    make: Callable[[str], E], kernel: str, stored: QuantizedPolicy, *, unquantized: Unquantized = "float32"
-) -> tuple[E, Manifest]:
-    """Return an engine of `make(kernel)` that holds a checkpoint's codes as they are stored, and the manifest of what
-    it was sent."""
+def _made_for(fmt: Format, make: Callable[[str], E], kernel: str) -> E:
+    """Return an engine of `make(kernel)`; an emulated one if the codes were made for a kernel that takes larger ones,
+    with which this kernel would saturate."""
     engine = make(kernel)
-    if stored.fmt.weight_max > engine.weight_max_code(stored.fmt.name):
-        # The checkpoint was made for a kernel that takes larger codes; the kernel here would saturate.
-        engine.close()
-        engine = make("emulation")
-    sent = load_into(engine, stored.parameters.items(), stored.fmt, quantized={}, unquantized=unquantized)
-    return engine, sent
+    if fmt.weight_max <= engine.weight_max_code(fmt.name):
+        return engine
+    engine.close()
+    return make("emulation")
 
 
 def quantize_into(
@@ -199,13 +193,7 @@ def quantize_into(
     return load_into(engine, parameters, fmt, quantized=quantized, unquantized=unquantized)
 
 
-def coded_into(
-    engine: Quantizing,
-    model: Any,
-    coded: CodedBase,
-    *,
-    unquantized: Unquantized = "float32",
-) -> Manifest:
+def coded_into(engine: Quantizing, model: Any, coded: CodedBase) -> Manifest:
     """Send a model, with its adapter if it has one, in the codes that adapters were trained over.
 
     Raises:
@@ -213,8 +201,7 @@ def coded_into(
     """
     fmt = get_format(coded.format, coded.weight_max_code)
     quantized = {name: unit for name, unit in units(model).items() if name in coded.names}
-    parameters = equalized(model.named_parameters(), coded.factors)
-    manifest = load_into(engine, parameters, fmt, quantized=quantized, unquantized=unquantized)
+    manifest = load_into(engine, equalized(model.named_parameters(), coded.factors), fmt, quantized=quantized)
     codes = total_fingerprint(record.fingerprint for record in manifest.tensors if record.format != "none")
     if codes != coded.fingerprint:
         raise ConfigError(

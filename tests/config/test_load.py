@@ -310,19 +310,6 @@ def test_uaq_with_full_precision_rollouts_is_refused(load):
     assert "quantization.uaq_scale must be 1 when rollout.quantization is none" in message
 
 
-def test_the_removed_rounding_setting_may_still_say_nearest(load):
-    old = load("quantization: {rounding: nearest, kernel: emulation}")
-    assert old == load("quantization: {kernel: emulation}")
-    assert load_config(None, ["quantization.rounding=nearest"]) == load_config(None)
-
-
-@pytest.mark.parametrize("rounding", ["stochastic", "error_feedback", "null"])
-def test_another_value_of_the_removed_rounding_setting_is_refused_by_name(load, rounding):
-    message = complaint(load, f"quantization: {{rounding: {rounding}}}")
-    assert "quantization.rounding was removed" in message
-    assert "benchmarks/rounding.py" in message
-
-
 ON_GPUS = [
     "rollout.engine=vllm",
     "rollout.device=cuda",
@@ -590,7 +577,6 @@ def test_one_setting_of_a_named_correction_can_be_changed(load):
         ("{correction: {type: tis, reject_low: 0.5}}", "reject_low has no effect with reject=none"),
         ("{correction: {type: tis, reject_high: 0.5}}", "reject_high has no effect with reject=none"),
         ("{correction: {type: tis, reject: geometric, reject_low: 2}}", "must be below reject_high=1.001"),
-        ("{normalize_by_std: false}", "normalize_by_std is now algorithm.advantage"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_a_sentence(load, algorithm, sentence):

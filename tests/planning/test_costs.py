@@ -300,7 +300,7 @@ def test_taking_turns_moves_states_and_weights_twice():
 
 def test_an_unknown_gpu_names_the_nearest_and_a_cpu_is_not_planned():
     assert find_gpu("H100") is H100
-    with pytest.raises(ConfigError, match="did you mean h200"):
+    with pytest.raises(ConfigError, match="did you mean 'h200'"):
         find_gpu("h200x")
     with pytest.raises(ConfigError, match="knows no CPU"):
         find_gpu("cpu")

@@ -386,7 +386,7 @@ def test_a_config_gives_its_own_step_and_options_come_on_top():
     ("options", "says"),
     [
         ("--model Qwen/Qwen2.5-6B", "near it: Qwen2.5-"),
-        ("--model Qwen2.5-7B --gpu h10", "did you mean h100"),
+        ("--model Qwen2.5-7B --gpu h10", "did you mean 'h100'"),
         ("--model Qwen2.5-7B --gpus -3", "-3 GPUs"),
         ("--model Qwen2.5-7B --response-length 0", "response is 0"),
         ("--model Qwen2.5-7B --mean-length 9999", "between 1 and the limit"),

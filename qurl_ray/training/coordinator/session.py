@@ -90,14 +90,14 @@ class Session:
             timeout_s=config.sync.timeout_s,
             probe=probe,
             tolerance=config.probe_tolerance,
-            floor=ProbeFloor.of(state["probe_floor"]) if state and "probe_floor" in state else ProbeFloor(),
+            floor=ProbeFloor.of(state["probe_floor"]) if state else ProbeFloor(),
             warn=lambda message: events.tell("warning", message),
             verified=self._verified,
         )
         """Taker of the ranks' messages about weights."""
         changeable = config.rollout.quantization != "none" and not config.trains_through_codes
         self._guard = Guard(config.guard, can_change_precision=changeable)
-        self._costs = CostSequence.of(state["costs"]) if state and "costs" in state else CostSequence()
+        self._costs = CostSequence.of(state["costs"]) if state else CostSequence()
         """Certificates since rollouts were last in full precision."""
         self._totals = RunTotals.of(state["totals"]) if state else RunTotals()
         if state:

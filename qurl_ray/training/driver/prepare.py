@@ -155,8 +155,7 @@ def check_problems(task: Task, resume: Checkpoint | None) -> None:
     """
     if resume is None:
         return
-    recorded = resume.state().get("collector", {}).get("problems")
-    if recorded is not None and recorded != task.digest():  # a checkpoint of an earlier version records none
+    if resume.state()["collector"]["problems"] != task.digest():
         raise DataError(
             f"the task's problems, held-out ones included, or their order differ from those of {resume.folder}: give "
             "the task that the run began with, or start again with --fresh"

@@ -132,5 +132,5 @@ def _outcomes(evaluation: dict[str, Any]) -> list[float]:
 
 
 def _rewards(evaluation: dict[str, Any]) -> list[float]:
-    """Reward of each problem; empty if there was no evaluation, or one by a version that recorded no rewards."""
-    return evaluation.get("rewards") or (_outcomes(evaluation) if "eval/reward" in evaluation else [])
+    """Reward of each problem; empty if there was no evaluation. If all are 0 or 1, they are recorded as outcomes."""
+    return evaluation.get("rewards") or _outcomes(evaluation)

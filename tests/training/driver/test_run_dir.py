@@ -181,19 +181,6 @@ def test_a_relative_path_is_the_same_setting_as_the_absolute_one_and_not_as_that
         pass
 
 
-def test_a_removed_setting_is_ignored_with_the_value_that_every_run_has_now(tmp_path):
-    run_dir = unfinished(tmp_path)
-    settings = yaml.safe_load((run_dir / "config.yaml").read_text())
-    settings["quantization"]["rounding"] = "nearest"
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
-    with open_run_dir(config(tmp_path)) as place:
-        assert place.resume.step == 3
-    settings["quantization"]["rounding"] = "stochastic"
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))
-    with pytest.raises(ConfigError, match=r"rounding was removed.*--fresh"), open_run_dir(config(tmp_path)):
-        pass
-
-
 def test_a_setting_that_is_new_since_then_has_its_default(tmp_path):
     run_dir = unfinished(tmp_path)
     settings = yaml.safe_load((run_dir / "config.yaml").read_text())

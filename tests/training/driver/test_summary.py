@@ -77,16 +77,6 @@ def test_rewards_of_0_and_1_have_the_same_figures_under_both_names():
     assert found["accuracy_p_value"] == Fraction(2, 2**3)
 
 
-def test_evaluations_of_an_earlier_version_have_no_mean_reward():
-    events = [evaluation("before", [0, 0, 1]), evaluation("after", [0, 1, 1])]
-    for event in events:
-        for name in ("reward", "reward_low", "reward_high"):
-            del event.values[f"eval/{name}"]
-    found = summary(*events)
-    assert (found["accuracy_before"], found["accuracy_after"], found["accuracy_p_value"]) == (1 / 3, 2 / 3, 1.0)
-    assert {found[f"reward_{figure}"] for figure in ("before", "after", "after_quantized", "p_value")} == {None}
-
-
 def test_a_run_without_evaluations_has_none_of_their_figures():
     found = summary()
     assert {value for key, value in found.items() if key.startswith(("reward", "accuracy"))} == {None}
