@@ -16,6 +16,8 @@ STEPS, ROLLOUTS, EVALUATION = "steps", "rollouts", "evaluation"
 """Lanes of the whole run; every learner rank and rollout worker has its own lane."""
 ENVIRONMENTS = "environments"
 """Lane of the trajectories of several turns: intervals whose figures are numbers of them, by what they wait for."""
+PHASES = ("rollout", "reward", "logprob", "update", "sync")
+"""Phases of a step, in their order; `time/<phase>` is the seconds of one."""
 _LIMIT = 4096
 """Largest number of spans kept between two calls of `events`; further ones are only counted."""
 
@@ -51,21 +53,24 @@ class Spans:
         try:
             yield figures
         finally:
-            self._add(lane, name, start, time.perf_counter() - began, figures)
+            self.at(lane, name, start, time.perf_counter() - began, **figures)
 
     def at(self, lane: str, name: str, start: float, seconds: float, **figures: float) -> None:
         """Record a span that has ended; `start` is in unix seconds."""
-        self._add(lane, name, start, seconds, figures)
+        if len(self._ended) < _LIMIT:
+            self._ended.append(_span(lane, name, start, seconds, self.step, figures))
+        else:
+            self._left_out += 1
 
     def past(self, lane: str, name: str, seconds: float, **figures: float) -> None:
         """Record a span that took `seconds` and has just ended."""
-        self._add(lane, name, time.time() - seconds, seconds, figures)
+        self.at(lane, name, time.time() - seconds, seconds, **figures)
 
     def phases(self, lane: str, seconds: Mapping[str, float]) -> None:
         """Record consecutive phases, the last of which has just ended."""
         start = time.time() - sum(seconds.values())
         for name, took in seconds.items():
-            self._add(lane, name, start, took, {})
+            self.at(lane, name, start, took)
             start += took
 
     def events(self) -> list[Event]:
@@ -75,12 +80,6 @@ class Spans:
             ended.append(_span(STEPS, "spans left out", time.time(), 0.0, self.step, {"spans": self._left_out}))
             self._left_out = 0
         return [Event(kind="timeline", step=self.step, values={"spans": ended})] if ended else []
-
-    def _add(self, lane: str, name: str, start: float, seconds: float, figures: Mapping[str, float]) -> None:
-        if len(self._ended) < _LIMIT:
-            self._ended.append(_span(lane, name, start, seconds, self.step, figures))
-        else:
-            self._left_out += 1
 
 
 def _span(

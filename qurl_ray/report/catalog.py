@@ -7,6 +7,7 @@ from typing import Any
 from qurl_ray.report.charts import Chart, Panel, Series
 from qurl_ray.runs.files import Evaluation, RunRecord
 from qurl_ray.runs.values import StepValues
+from qurl_ray.spans import PHASES
 
 REWARD = Chart(
     "Held-out reward",
@@ -230,10 +231,7 @@ _COST = (
         "Wall time of a step; with several ranks, that of the slowest.",
         (
             Panel(
-                tuple(
-                    Series(phase, f"time/{phase}", color)
-                    for color, phase in enumerate(("rollout", "reward", "logprob", "update", "sync"), start=1)
-                ),
+                tuple(Series(phase, f"time/{phase}", color) for color, phase in enumerate(PHASES, start=1)),
                 "s per step",
                 stacked=True,
             ),

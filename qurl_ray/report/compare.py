@@ -13,10 +13,10 @@ from qurl_ray.report.axes import short, signed
 from qurl_ray.report.text import MISSING, duration, format_setting
 from qurl_ray.runs.files import Evaluation, RunRecord, finite, read_run
 from qurl_ray.runs.values import flatten
+from qurl_ray.spans import PHASES
 
 MOST = 16
 """Largest number of runs that one page can distinguish."""
-PHASES = ("rollout", "reward", "logprob", "update", "sync")
 _ASIDE = ("name", "output_dir", "task.reward_timeout_s", "task.verifiers")
 """Settings that are ignored, because their differences do not matter for a comparison."""
 

@@ -4,15 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from markupsafe import Markup, escape
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from qurl_ray.report import catalog
-from qurl_ray.report.axes import short
 from qurl_ray.report.charts import Chart, Panel, Series, draw
-from qurl_ray.report.compare import PHASES, Comparison, Run, clipped
+from qurl_ray.report.compare import Comparison, Run, clipped
 from qurl_ray.report.page import render_page
 from qurl_ray.report.text import one_line
 from qurl_ray.runs.values import StepValues
@@ -66,8 +64,6 @@ def render_comparison(comparison: Comparison, title: str) -> str:
         tables=comparison.tables,
         settings=comparison.settings,
         cards=cards,
-        phases=[{"name": phase, "color": color} for color, phase in enumerate(PHASES, start=1)],
-        bars=_bars(runs),
     )
 
 
@@ -146,27 +142,3 @@ def _color(i: int) -> int:
 
 def _dashed(i: int) -> bool:
     return i >= _COLORS
-
-
-def _bars(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Draw a bar of the mean seconds per step by phase for every run that recorded its time. The longest bar has 1000
-    units."""
-    means = []
-    for run in runs:
-        phases = [run.values(f"time/{phase}") for phase in PHASES]
-        means.append([sum(seconds) / len(seconds) if seconds else 0.0 for seconds in phases])
-    longest = max(map(sum, means), default=0.0)
-    bars = []
-    for run, parts in zip(runs, means, strict=True):
-        if not sum(parts):
-            continue
-        paths, at = "", 0.0
-        for color, (phase, seconds) in enumerate(zip(PHASES, parts, strict=True), start=1):
-            width = 1000 * seconds / longest
-            title = escape(f"{phase} {short(seconds)} s")
-            outline = f"M{at:.1f} 0h{width:.1f}v20h-{width:.1f}z"
-            paths += f'<path class="bar c{color}" d="{outline}"><title>{title}</title></path>'
-            at += width
-        drawing = f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" aria-hidden="true">{paths}</svg>'
-        bars.append({"name": run.name, "seconds": f"{short(sum(parts))} s", "drawing": Markup(drawing)})
-    return bars

@@ -4,11 +4,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qurl_ray.runs.values import number, plain
+from qurl_ray.spans import PHASES
 from qurl_ray.types import Event
 
 TRAINED_SHARE = "adapter/share"
 """Value of the event that announces adapters: their share of all parameters."""
-PHASES = ("rollout", "reward", "logprob", "update", "sync")
 _SUMMED = (
     "time/step",
     *(f"time/{phase}" for phase in PHASES),

@@ -10,8 +10,9 @@ from qurl_ray.config.algorithm import ACR, TIS, AlgorithmConfig
 from qurl_ray.errors import CheckpointError
 from qurl_ray.evaluation.statistics import paired_p_value
 from qurl_ray.files import write_whole
+from qurl_ray.spans import PHASES
 from qurl_ray.training.messages import Level
-from qurl_ray.training.totals import PHASES, RunTotals
+from qurl_ray.training.totals import RunTotals
 
 
 def summarize(config: RunConfig, totals: RunTotals) -> dict[str, Any]:
