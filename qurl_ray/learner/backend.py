@@ -1,6 +1,6 @@
 """The interface of a backend, which computes gradients and optimizer steps on all ranks; code that backends share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.errors import ConfigError
@@ -108,12 +110,24 @@ def make_optimizers(module: nn.Module, config: LearnerConfig) -> list[torch.opti
     return [*made, torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)]
 
 
-def unscale(module: nn.Module, scale: float) -> None:
-    """Divide the gradients of a module, in place."""
+def clipped_step(
+    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], lr: float, *, scale: float, clip: float
+) -> float | None:
+    """Make a step of Backend with gradients that are added over ranks already, in torch's own tensors."""
     if scale != 1:
         for parameter in module.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(scale)
+    total = clip_grad_norm_(module.parameters(), clip)
+    norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+    finite = norm < float("inf")  # False for nan
+    if finite:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+    module.zero_grad(set_to_none=True)
+    return norm if finite else None
 
 
 def world() -> tuple[int, int]:

@@ -15,10 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.learner import LearnerConfig
-from qurl_ray.learner.backend import ReadRows, Resident, make_optimizers, unscale, world
+from qurl_ray.learner.backend import ReadRows, Resident, clipped_step, make_optimizers, world
 from qurl_ray.learner.expert_parallel import divide_experts
 from qurl_ray.learner.state import SavedState, own_rows, save_rows
 from qurl_ray.policy.experts import mixtures
@@ -91,16 +90,7 @@ class FsdpBackend:
 
     def step(self, lr: float, *, scale: float = 1.0) -> float | None:
         rest(self.module)
-        unscale(self.module, scale)
-        total = clip_grad_norm_(self.module.parameters(), self._config.grad_clip)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        finite = norm < float("inf")  # False for nan
-        if finite:
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            self._optimizer.step()
-        self.module.zero_grad(set_to_none=True)
-        return norm if finite else None
+        return clipped_step(self.module, [self._optimizer], lr, scale=scale, clip=self._config.grad_clip)
 
     def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._own(trained=trained):

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.nn.utils import clip_grad_norm_
 
 from qurl_ray.config.learner import LearnerConfig
-from qurl_ray.learner.backend import Resident, make_optimizers, unscale, world
+from qurl_ray.learner.backend import Resident, clipped_step, make_optimizers, world
 from qurl_ray.learner.state import SavedState, save_rows
 
 
@@ -40,16 +39,7 @@ class TorchBackend:
 
     def step(self, lr: float, *, scale: float = 1.0) -> float | None:
         self._add_over_ranks()
-        unscale(self.module, scale)
-        norm = float(clip_grad_norm_(self.module.parameters(), self._config.grad_clip))
-        finite = norm < float("inf")  # False for nan
-        if finite:
-            for optimizer in self._optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                optimizer.step()
-        self.module.zero_grad(set_to_none=True)
-        return norm if finite else None
+        return clipped_step(self.module, self._optimizers, lr, scale=scale, clip=self._config.grad_clip)
 
     def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.module.named_parameters():

@@ -15,8 +15,14 @@ REWARD = Chart(
     (
         Panel(
             (
-                Series("full precision", "full/reward", 1, "full/reward/low", "full/reward/high"),
-                Series("as rolled out", "rollout/reward", 2, "rollout/reward/low", "rollout/reward/high"),
+                Series("full precision", "eval/reward", 1, "eval/reward_low", "eval/reward_high"),
+                Series(
+                    "as rolled out",
+                    "eval_rollout/reward",
+                    2,
+                    "eval_rollout/reward_low",
+                    "eval_rollout/reward_high",
+                ),
             ),
             "per problem",
         ),
@@ -29,8 +35,8 @@ SOLVED = Chart(
     (
         Panel(
             (
-                Series("full precision", "full", 1, "full/low", "full/high"),
-                Series("as rolled out", "rollout", 2, "rollout/low", "rollout/high"),
+                Series("full precision", "eval/accuracy", 1, "eval/low", "eval/high"),
+                Series("as rolled out", "eval_rollout/accuracy", 2, "eval_rollout/low", "eval_rollout/high"),
             ),
             "of the problems",
             percent=True,
@@ -422,17 +428,17 @@ def _sets_chart(evaluations: Sequence[Evaluation]) -> tuple[Chart, Sequence[Step
 
 
 def evaluation_rows(evaluations: Iterable[Evaluation], *, quantized: bool) -> list[StepValues]:
-    """Return rows by step: the solved shares `full` and `rollout`, the mean rewards `full/reward` and `rollout/reward`,
-    and the interval ends of each, `/low` and `/high`.
+    """Return rows by step, under the names that trackers have (tracking.numbers): the solved shares and mean rewards
+    `eval/…` in full precision and `eval_rollout/…` as rolled out, with the ends of their intervals.
 
     A quantized run evaluates the policy with which it rolls out, except `before` and `after`, which use full precision.
     """
     rows: dict[int, dict[str, float | None]] = {}
     for result in evaluations:
-        key = "rollout" if quantized and is_quantized_evaluation(result.label) else "full"
-        values = {key: result.accuracy, f"{key}/low": result.low, f"{key}/high": result.high}
-        key = f"{key}/reward"
-        values |= {key: result.reward, f"{key}/low": result.reward_low, f"{key}/high": result.reward_high}
+        key = "eval_rollout" if quantized and is_quantized_evaluation(result.label) else "eval"
+        values = {f"{key}/accuracy": result.accuracy, f"{key}/low": result.low, f"{key}/high": result.high}
+        rewards = result.reward, result.reward_low, result.reward_high
+        values |= zip((f"{key}/reward", f"{key}/reward_low", f"{key}/reward_high"), rewards, strict=True)
         rows.setdefault(result.step, {}).update(values)
     return sorted(rows.items())
 

@@ -27,16 +27,6 @@ _OVERLAID = (
     "grad_norm",
 )
 """Metrics for which the report's chart is drawn with a line for every run."""
-_SOLVED = Chart(
-    "Held-out problems solved",
-    "Greedy answers with a reward above 0.5 to problems that are never trained on, with 95 % intervals.",
-    (Panel((), "of the problems", percent=True, sparse=True),),
-)
-_REWARD = Chart(
-    "Held-out reward",
-    "Mean reward of greedy answers to problems that are never trained on, with 95 % intervals.",
-    (Panel((), "per problem", sparse=True),),
-)
 _CLIPPED = Chart(
     "Clipped tokens",
     "Tokens whose gradient the clip removes, because the policy has moved too far.",
@@ -93,16 +83,18 @@ def _charts(runs: Sequence[Run]) -> Iterator[tuple[Chart, list[StepValues]]]:
     rolled: list[list[StepValues]] = []
     for run in runs:
         rows = catalog.evaluation_rows(run.record.evaluations, quantized=run.quantized)
-        full.append([(step, values) for step, values in rows if "full" in values])
+        full.append([(step, values) for step, values in rows if "eval/accuracy" in values])
         if not run.quantized:  # all evaluations are of the policy as rolled out
-            rows = [(step, {key.replace("full", "rollout"): value for key, value in v.items()}) for step, v in rows]
-        rolled.append([(step, values) for step, values in rows if "rollout" in values])
-    charts = {"/reward": _REWARD, "": _SOLVED} if any(run.record.graded for run in runs) else {"": _SOLVED}
-    for figure, chart in charts.items():
-        for policy, where, of_runs in (("full", "full precision", full), ("rollout", "as rolled out", rolled)):
-            key = f"{policy}{figure}"
-            series = Series("", key, low=f"{key}/low", high=f"{key}/high")
-            yield _overlay(replace(chart, title=f"{chart.title}, {where}"), series, runs, of_runs)
+            rows = [
+                (step, {key.replace("eval/", "eval_rollout/"): value for key, value in v.items()}) for step, v in rows
+            ]
+        rolled.append([(step, values) for step, values in rows if "eval_rollout/accuracy" in values])
+    for chart in (catalog.REWARD, catalog.SOLVED) if any(run.record.graded for run in runs) else (catalog.SOLVED,):
+        panel = replace(chart.panels[0], sparse=True)
+        for series, of_runs in zip(panel.series, (full, rolled), strict=True):
+            yield _overlay(
+                replace(chart, title=f"{chart.title}, {series.label}", panels=(panel,)), series, runs, of_runs
+            )
     steps = [run.record.rows for run in runs]
     for key in _OVERLAID:
         in_report = ((c, p, s) for c in catalog.charts() for p in c.panels for s in p.series if s.key == key)

@@ -6,7 +6,7 @@ from typing import Any
 
 from qurl_ray.report import catalog
 from qurl_ray.report.charts import Panel
-from qurl_ray.tracking.numbers import gauge_name, series_name
+from qurl_ray.tracking.numbers import gauge_name
 
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 
@@ -52,7 +52,7 @@ def dashboard() -> dict[str, Any]:
 def _panel(title: str, reading: str, panel: Panel) -> dict[str, Any]:
     targets = [
         {
-            "expr": f'ray_{gauge_name(series_name(series.key))}{{run=~"$run"}}',
+            "expr": f'ray_{gauge_name(series.key)}{{run=~"$run"}}',
             "legendFormat": f"{series.label} {{{{run}}}}",
             "refId": chr(ord("A") + place),
         }
