@@ -1,5 +1,6 @@
 """Losses and metrics of routers: published formulas, the same gradients from micro-batches, layouts and ranks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,6 +171,7 @@ CASES = {
     "zero 3": {"backend": "deepspeed", "zero_stage": 3, "packing": True},
     "sequence": {"backend": "fsdp", "sequence_parallel": 2},
 }
+FEW = ("torch", "experts, checkpointing", "zero 2")
 
 
 def made(spec, rank: int, ranks: int, **config) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict]:
@@ -186,25 +188,26 @@ def made(spec, rank: int, ranks: int, **config) -> tuple[dict[str, torch.Tensor]
     return moved, dict(first.proximal), second.sums
 
 
-def on_ranks(rank: int, ranks: int, spec, out: str) -> None:
-    for name, config in CASES.items():
-        torch.save(made(spec, rank, ranks, **config), f"{out}/{name}.{rank}.pt")
+def on_ranks(rank: int, ranks: int, spec, names: Sequence[str], out: str) -> None:
+    for name in names:
+        torch.save(made(spec, rank, ranks, **CASES[name]), f"{out}/{name}.{rank}.pt")
 
 
 @pytest.mark.equal_bits
 @pytest.mark.parametrize(
-    ("kind", "ranks"),
+    ("kind", "ranks", "names"),
     [
-        ("mixture_spec", 2),
-        pytest.param("mixture_spec", 4, marks=pytest.mark.slow),
-        pytest.param("gpt_oss_spec", 2, marks=pytest.mark.slow),
+        ("mixture_spec", 2, FEW),
+        pytest.param("mixture_spec", 2, sorted(CASES.keys() - set(FEW)), marks=pytest.mark.slow),
+        pytest.param("mixture_spec", 4, list(CASES), marks=pytest.mark.slow),
+        pytest.param("gpt_oss_spec", 2, list(CASES), marks=pytest.mark.slow),
     ],
 )
-def test_ranks_make_the_updates_of_one(request, tmp_path, kind, ranks):
+def test_ranks_make_the_updates_of_one(request, tmp_path, kind, ranks, names):
     spec = request.getfixturevalue(kind)
     alone, logprobs, sums = made(spec, 0, 1)
-    run_ranks(ranks, on_ranks, spec, str(tmp_path))
-    for name in CASES:
+    run_ranks(ranks, on_ranks, spec, names, str(tmp_path))
+    for name in names:
         answers = {}
         for rank in range(ranks):
             moved, own, of_rank = torch.load(Path(tmp_path) / f"{name}.{rank}.pt", weights_only=False)
