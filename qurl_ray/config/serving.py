@@ -1,13 +1,12 @@
 """Settings of serving a policy, from YAML plus key=value overrides, and the command line that takes them."""
 
 import ipaddress
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, StringConstraints, ValidationError, model_validator
 
 from qurl_ray.config.cli import errors_told
 from qurl_ray.config.help import COMMAND, HelpFlag, Overrides, help_page
@@ -22,6 +21,9 @@ from qurl_ray.extensions import did_you_mean
 API_KEY = "QURL_API_KEY"
 """Environment variable that holds the API key. Without it, only clients on this machine are answered, unless `open`."""
 
+_MODEL = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
+"""Names of models for clients."""
+
 
 class ServingConfig(Section):
     """Settings of one app that serves one policy, and its successors."""
@@ -35,14 +37,14 @@ class ServingConfig(Section):
     mlflow_uri: MlflowUri | None = Field(None, repr=False)
     """MLflow tracking server or database with the registered models; null means $MLFLOW_TRACKING_URI if that is set,
     else mlflow.db, a SQLite file in output_dir."""
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")
+    name: str | None = Field(None, pattern=_MODEL)
     """Name of the model for clients; null means the run's or registered model's name. It stays when the policy is
     swapped."""
     quantization: Literal["auto"] | FormatName = "auto"
     """Number format of the linears: `auto` takes a run's adapter over its own codes, or its exported codes
     (policy-int8), or else what the folder holds; `none` is full precision; any other is a format of
     `rollout.quantization`, to which a full-precision policy is quantized when it is loaded."""
-    adapters: dict[str, str] = {}
+    adapters: dict[Annotated[str, StringConstraints(pattern=_MODEL)], str] = {}
     """Adapters beside the policy, {name: folder in PEFT's layout, or a run}: a request whose `model` is such a name is
     answered with that adapter, the others with the policy alone. All are of one base model, which is the policy; with
     policy=null it is theirs, in the codes over which they were trained."""
@@ -95,13 +97,6 @@ class ServingConfig(Section):
         if "{prompt}" not in self.template:
             raise ValueError(f"template must contain {{prompt}}, got {self.template!r}")
         return self
-
-    @field_validator("adapters")
-    @classmethod
-    def _names_are_plain(cls, adapters: dict[str, str]) -> dict[str, str]:
-        if wrong := next((name for name in adapters if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", name)), None):
-            raise ValueError(f"{wrong!r} is no name of a model for clients: letters, digits, dots, slashes, - and _")
-        return adapters
 
     @property
     def most_replicas(self) -> int:
