@@ -271,8 +271,6 @@ class EngineEntry(Entry):
     """It can draft tokens with codes and verify them in full precision, with the same noise (rollout.lossless)."""
     captures: bool = False
     """It can capture decode steps as CUDA graphs."""
-    compiles: bool = False
-    """It can compile functions between the products; engines that compile anyway need not be asked."""
     graphs_on_cuda: bool = False
     """On CUDA it captures decode steps unless the settings say otherwise, and holds one number format at a time: a load
     in another one restarts it."""
@@ -300,7 +298,6 @@ ENGINES = Table[EngineEntry](
             routes=True,
             drafts=True,
             captures=True,
-            compiles=True,
         ),
         "vllm": EngineEntry(
             reference="qurl_ray.engines.make:vllm_engine",

@@ -100,9 +100,6 @@ class RolloutConfig(Section):
     """Capture decode steps as CUDA graphs, so that one call starts all kernels of a step. null is true with engine=vllm
     and device=cuda, else false. The torch engine captures them again after each sync, so there it is for long answers;
     vLLM compiles the model as well, and keeps its graphs. Needs device=cuda. Both have run on an H200."""
-    compile: bool = False
-    """Compile norms, rotary embeddings and activations with torch.compile; for use with `cuda_graphs`. Needs
-    engine=torch and device=cuda. It has run on an H200; its speed was not measured."""
     threads: int | None = Field(None, ge=1)
     """Number of CPU threads of a worker. null divides the cores of the driver's machine by the largest number of
     workers."""
@@ -184,15 +181,11 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _made_for_gpus(self) -> "RolloutConfig":
-        for setting, able in (("cuda_graphs", "captures"), ("compile", "compiles")):
-            fits = getattr(self.engine_entry, able) and self.device == "cuda"
-            if getattr(self, setting) and not fits:
-                engines = " or ".join(name for name, entry in ENGINES.entries.items() if getattr(entry, able))
-                raise ValueError(
-                    f"{setting} needs engine={engines} and device=cuda, not engine={self.engine} and "
-                    f"device={self.device}: on a CPU, engine and learner agree bit for bit, and compiled functions "
-                    "round differently"
-                )
+        if self.cuda_graphs and not (self.engine_entry.captures and self.device == "cuda"):
+            engines = " or ".join(name for name, entry in ENGINES.entries.items() if entry.captures)
+            raise ValueError(
+                f"cuda_graphs needs engine={engines} and device=cuda, not engine={self.engine} and device={self.device}"
+            )
         if self.kv_cache not in self.engine_entry.kv_cache:
             raise ValueError(
                 f"engine={self.engine} cannot store keys and values as kv_cache={self.kv_cache}: use "

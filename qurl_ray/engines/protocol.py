@@ -44,8 +44,6 @@ class EngineOptions:
     """Number of processes that share its weights."""
     cuda_graphs: bool = False
     """Capture decode steps as CUDA graphs."""
-    compile: bool = False
-    """Compile the operations between the products."""
     routes: bool = False
     """Note the experts of each token."""
     route_weights: bool = False

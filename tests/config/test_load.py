@@ -355,7 +355,6 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
             "rollout: {cuda_graphs: true}",
             "cuda_graphs needs engine=torch or vllm and device=cuda, not engine=torch and device=cpu",
         ),
-        ("rollout: {compile: true}", "not engine=torch and device=cpu: on a CPU, engine and learner agree bit for bit"),
         ("rollout: {lossless: true}", "and its own codes draft: set quantization=none, not int8"),
         (
             "rollout: {lossless: true, quantization: none, engine: vllm}",
@@ -376,16 +375,15 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
             "precision_flow: unified\nrollout: {engine: vllm, dtype: bfloat16, vllm: {tensor_parallel: 2}}",
             "tensor_parallel=2, each quantizes its part of a row by the range of that part; take fp8_block",
         ),
-        ("rollout: {compile: true, device: cuda, engine: vllm}", "not engine=vllm and device=cuda"),
     ],
 )
 def test_engines_that_could_not_do_it_are_refused(load, text, reason):
     assert reason in complaint(load, text)
 
 
-def test_graphs_and_compilation_are_for_gpus_and_vllm_has_them_unasked(load):
-    rollout = load("rollout: {cuda_graphs: true, compile: true, device: cuda}").rollout
-    assert (rollout.graphs, rollout.compile, rollout.restarts_for_formats) == (True, True, False)
+def test_graphs_are_for_gpus_and_vllm_has_them_unasked(load):
+    rollout = load("rollout: {cuda_graphs: true, device: cuda}").rollout
+    assert (rollout.graphs, rollout.restarts_for_formats) == (True, False)
     vllm = "rollout: {engine: vllm, device: cuda, dtype: bfloat16"
     for rest, graphs, start in (("}", True, 900), (", cuda_graphs: false}", False, 180)):
         rollout = load(vllm + rest).rollout

@@ -1,11 +1,10 @@
-"""Captured decode steps and compiled functions change nothing, whatever happens between two steps.
+"""Captured decode steps change nothing, whatever happens between two steps.
 
 `Recording` is a CUDA graph in miniature: a step's operations, repeated on the same memory, and none of its Python.
 """
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from qurl_ray.config.rollout import RolloutConfig
 from qurl_ray.engines.make import rollout_options, torch_engine
 from qurl_ray.engines.torch import graphs
-from qurl_ray.engines.torch.decoder import Elementwise, compiled
 from qurl_ray.engines.torch.engine import TorchEngine
 from qurl_ray.engines.torch.graphs import CudaCapture, DecodeGraphs
 from qurl_ray.engines.torch.slots import Fp8SlotCache, SlotCache
@@ -258,76 +256,23 @@ def test_a_step_that_cannot_be_captured_is_an_error_that_says_so(tmp_path):
 @pytest.mark.parametrize("name", ["gemma2", "phi3"])
 def test_models_with_another_forward_are_refused_by_name(name, tmp_path):
     policy = policy_of(*OTHERS[name], tmp_path)
-    for asked in ({"capture": Recorder}, {"compile": torch.compile}):
-        with pytest.raises(EngineError, match=f"is not that of {type(policy.model).__name__} as configured here"):
-            TorchEngine(policy.spec, slots=2, **asked)
+    with pytest.raises(EngineError, match=f"is not that of {type(policy.model).__name__} as configured here"):
+        TorchEngine(policy.spec, slots=2, capture=Recorder)
 
 
 def test_frequencies_that_depend_on_positions_are_refused(tmp_path):
     policy = policy_of(LlamaConfig, rope("dynamic", factor=2.0), tmp_path)
     with pytest.raises(EngineError, match="rotary embeddings of type dynamic, LlamaForCausalLM looks at positions"):
         TorchEngine(policy.spec, slots=2, capture=Recorder)
-    TorchEngine(policy.spec, slots=2, compile=torch.compile)
 
 
 def test_the_settings_reach_the_engine(tmp_path, monkeypatch):
     made = {}
     monkeypatch.setattr("qurl_ray.engines.torch.engine.TorchEngine", lambda spec, **options: made.update(options))
     for on in (False, True):
-        config = RolloutConfig(device="cuda", cuda_graphs=on, compile=on)
+        config = RolloutConfig(device="cuda", cuda_graphs=on)
         torch_engine(Policy, rollout_options(config, kernel="auto", threads=1))
         assert made["capture"] is (CudaCapture if on else None)
-        assert made["compile"] is (torch.compile if on else None)
-
-
-# --- compiled functions ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compilations():
-    """How often functions were compiled since."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch._dynamo.reset()
-
-
-@torch.inference_mode()
-def test_compiled_functions_are_compiled_once_for_all_lengths(compilations):
-    plain, fast = Elementwise(), compiled(partial(torch.compile, backend="eager", fullgraph=True))
-    counts = []
-    for B, T in ((3, 64), (5, 40), (5, 5), (9, 7), (1, 64), (1, 9), (20, 1), (19, 1), (1, 1), (3, 4), (1, 3), (7, 1)):
-        x, heads = torch.randn(B, T, 72), torch.randn(B, T, 8, 16)
-        gate, up = torch.randn(B, T, 256).chunk(2, dim=-1)
-        cos, sin = torch.randn(2, 1 if T > 1 else B, T, 1, 16)
-        for operation, inputs in (
-            ("normalize", (x, torch.randn(72), 1e-3)),
-            ("normalize", (heads[:, :, :6], torch.randn(16), 1e-3)),
-            ("normalize", (heads[:, :, 6:], torch.randn(16), 1e-3)),
-            ("turn", (heads[:, :, :7], cos, sin)),
-            ("gated", (gate, up)),
-        ):
-            before = [part.clone() for part in inputs[:2]]
-            assert torch.equal(getattr(fast, operation)(*inputs), getattr(plain, operation)(*inputs))
-            assert all(map(torch.equal, inputs, before))
-        counts.append(compilations())
-    # Each when it is first called; turn for one sequence, and for one token of each; then all for one of one.
-    assert counts == [5, 5, 5, 5, 6, 6, 7, 7, 12, 12, 12, 12]
-
-
-def test_an_engine_of_compiled_functions_draws_the_same_and_no_load_compiles_anything(tmp_path, compilations):
-    policy = policy_of(*MODELS["qwen3"], tmp_path)
-    engine = TorchEngine(policy.spec, slots=4, compile=partial(torch.compile, backend="aot_eager", fullgraph=True))
-    plain = TorchEngine(policy.spec, slots=4)
-    requests, counts = requests_of(7, seed=5), []
-    for version in (1, 2, 3):
-        moved(policy, version)
-        for other in (engine, plain):
-            send(other, policy, "int8", KEEPS["the head"], version)
-        assert_same(engine.generate(requests, version=version), plain.generate(requests, version=version))
-        counts.append(compilations())
-    assert 5 < counts[0] <= 12
-    assert counts == counts[:1] * 3
 
 
 def test_the_sizes_of_graphs_are_such_that_attention_takes_them():

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from qurl_ray.engines.torch.adapters import RowAdapters
@@ -60,54 +59,12 @@ def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Elementwise:
-    """Operations between the products: functions of tensors, including weights, that do not change these."""
-
-    normalize: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor] = normalize
-    turn: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = turn
-    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = gated
-
-
-def compiled(compile: Callable[..., Callable[..., torch.Tensor]]) -> Elementwise:
-    """Return operations compiled once for all weights and all numbers of sequences and tokens but 1.
-
-    Call this once for all loads. Compiled operations may round differently: equal bits are not promised. At each call,
-    Python compares the inputs with what was compiled, which takes time, unless the call is captured
-    (engines/torch/graphs.py).
-
-    Args:
-        compile: torch.compile, or a function like it.
-    """
-    import torch._dynamo  # takes a second, so it is imported only here
-
-    # `gated` up to rounding, without conditions that a compiler could not evaluate
-    functions = (normalize, turn, lambda gate, up: functional.silu(gate) * up)
-    fast = Elementwise(*(compile(function, dynamic=False) for function in functions))
-
-    def rows(x_BT: torch.Tensor) -> torch.Tensor:
-        """Return a view [B * T, …]: one axis that may be 1 instead of two."""
-        return _any_number(x_BT.flatten(0, 1), 0)
-
-    return Elementwise(
-        normalize=lambda x, weight, eps: fast.normalize(rows(x), weight, eps).view(x.shape),
-        turn=lambda x, cos, sin: fast.turn(*(_any_number(part, 0, 1) for part in (x, cos, sin))),
-        gated=lambda gate, up: fast.gated(rows(gate), rows(up)).view(gate.shape),
-    )
-
-
-def _any_number(x: torch.Tensor, *axes: int) -> torch.Tensor:
-    torch._dynamo.maybe_mark_dynamic(x, axes)
-    return x
-
-
-@dataclass(frozen=True, slots=True)
 class _Norm:
     weight: torch.Tensor
     eps: float
-    normalize: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.normalize(x, self.weight, self.eps)
+        return normalize(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,31 +85,28 @@ class Decoder:
         adapters: added to the results of linears; the model's own alone if absent.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, ops: Elementwise = Elementwise(), adapters: RowAdapters | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, adapters: RowAdapters | None = None) -> None:
         base, config = model.base_model, model.config
         if adapters is None:
             adapters = RowAdapters()
             adapters.begin(model)
         self._adapters, self._names = adapters, {module: name for name, module in model.named_modules()}
-        self._gated, self._turn = ops.gated, ops.turn
-        self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm, ops)
+        self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, _norm(base.norm)
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._head_dim = head_dim(config)
         self._layers = [
             _Layer(
-                attention_norm=_norm(layer.input_layernorm, ops),
+                attention_norm=_norm(layer.input_layernorm),
                 qkv=self._adapted(
                     _next_to_each_other(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
                     layer.self_attn.q_proj,
                     layer.self_attn.k_proj,
                     layer.self_attn.v_proj,
                 ),
-                q_norm=_norm(layer.self_attn.q_norm, ops) if hasattr(layer.self_attn, "q_norm") else None,
-                k_norm=_norm(layer.self_attn.k_norm, ops) if hasattr(layer.self_attn, "k_norm") else None,
+                q_norm=_norm(layer.self_attn.q_norm) if hasattr(layer.self_attn, "q_norm") else None,
+                k_norm=_norm(layer.self_attn.k_norm) if hasattr(layer.self_attn, "k_norm") else None,
                 out=self._adapted(as_function(layer.self_attn.o_proj), layer.self_attn.o_proj),
-                mlp_norm=_norm(layer.post_attention_layernorm, ops),
+                mlp_norm=_norm(layer.post_attention_layernorm),
                 mlp=self._mixture(layer.mlp) if isinstance(layer.mlp, MixtureMlp) else self._mlp(layer.mlp),
             )
             for layer in base.layers
@@ -161,7 +115,7 @@ class Decoder:
     def _mlp(self, mlp: Any) -> Apply:
         gate_up = self._adapted_pair(mlp.gate_proj, mlp.up_proj)
         down = self._adapted(as_function(mlp.down_proj), mlp.down_proj)
-        return lambda x: down(self._gated(*gate_up(x)))
+        return lambda x: down(gated(*gate_up(x)))
 
     def _mixture(self, mlp: MixtureMlp) -> Apply:
         compute = partial(each_by_itself, experts=[self._mlp(expert) for expert in mlp.experts])
@@ -216,7 +170,7 @@ class Decoder:
         turned, value = projected.split((H + KV, KV), dim=2)
         if layer.q_norm and layer.k_norm:
             turned = torch.cat((layer.q_norm(turned[:, :, :H]), layer.k_norm(turned[:, :, H:])), dim=2)
-        turned = self._turn(turned, cos, sin)
+        turned = turn(turned, cos, sin)
         query, key = (part.transpose(1, 2) for part in turned.split((H, KV), dim=2))
         keys, values = cache.update(key, value.transpose(1, 2), index)
         if cache.hidden is not None:
@@ -242,8 +196,8 @@ def head_of(model: PreTrainedModel) -> Apply:
     return lambda states: without_text(head(states), hidden)
 
 
-def _norm(module: Any, ops: Elementwise) -> _Norm:
-    return _Norm(module.weight, module.variance_epsilon, ops.normalize)
+def _norm(module: Any) -> _Norm:
+    return _Norm(module.weight, module.variance_epsilon)
 
 
 def as_function(module: Any) -> Apply:

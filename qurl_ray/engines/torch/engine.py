@@ -18,7 +18,7 @@ from qurl_ray.engines.protocol import Buffers
 from qurl_ray.engines.requests import check_requests
 from qurl_ray.engines.torch.adapters import Adapter, RowAdapters
 from qurl_ray.engines.torch.batch import RunningBatch
-from qurl_ray.engines.torch.decoder import Apply, Decoder, Elementwise, compiled, head_of, knows, through_transformers
+from qurl_ray.engines.torch.decoder import Apply, Decoder, head_of, knows, through_transformers
 from qurl_ray.engines.torch.drafts import MEASURED, Drafter
 from qurl_ray.engines.torch.graphs import Capture, DecodeGraphs, why_not
 from qurl_ray.engines.torch.kept import KeptKeys, KeysPool
@@ -57,13 +57,12 @@ class TorchEngine:
         dtype: type of activations and of unquantized tensors, which must then be sent in no more bits.
         kept_bytes: limit of keys and values of requests that may be continued.
         capture: makes the object that captures decode steps, for one set of weights and one cache (rollout.graphs).
-        compile: torch.compile or a function like it, for the operations between the products (engines.torch.decoder).
         routes: note the experts of each token (AnswerTokens.routes).
         route_weights: note their weights, too.
         drafts: draft tokens with codes where weights arrive in full precision (engines.torch.drafts).
 
     Raises:
-        EngineError: decode steps of this model cannot be captured or compiled as requested.
+        EngineError: decode steps of this model cannot be captured as requested.
     """
 
     def __init__(
@@ -77,7 +76,6 @@ class TorchEngine:
         dtype: torch.dtype = torch.float32,
         kept_bytes: int = 0,
         capture: Callable[[], Capture] | None = None,
-        compile: Callable[..., Callable[..., torch.Tensor]] | None = None,
         routes: bool = False,
         route_weights: bool = False,
         drafts: bool = False,
@@ -94,9 +92,8 @@ class TorchEngine:
         self._slots = slots
         self._emulate = kernel == "emulation"
         self._weights = EngineWeights(self._model, emulate=self._emulate, fuse=knows(self._model))
-        if reason := why_not(self._model, captured=bool(capture), compiled=bool(compile)):
+        if capture and (reason := why_not(self._model)):
             raise EngineError(reason)
-        self._elementwise = compiled(compile) if compile else Elementwise()
         self._decoder: Decoder | None = None
         self._adapters = RowAdapters()
         self._head: Apply
@@ -126,7 +123,7 @@ class TorchEngine:
         self._weights.load(manifest, buckets)
         self._steps_of_few = 0
         self._adapters.begin(self._model)
-        self._decoder = Decoder(self._model, self._elementwise, self._adapters) if knows(self._model) else None
+        self._decoder = Decoder(self._model, self._adapters) if knows(self._model) else None
         self._head = head_of(self._model)
         if self._rounds_cache:
             self._cache, self._kv_scales = None, self._measure_cache()

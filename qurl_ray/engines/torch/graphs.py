@@ -96,22 +96,20 @@ class CudaCapture:
         return repeat
 
 
-def why_not(model: PreTrainedModel, *, captured: bool, compiled: bool) -> str | None:
-    """Return why this model's decode steps cannot be captured or compiled as requested; None if they can."""
-    if not (captured or compiled):
-        return None
+def why_not(model: PreTrainedModel) -> str | None:
+    """Return why this model's decode steps cannot be captured; None if they can."""
     if not knows(model):
         return (
-            "rollout.cuda_graphs and rollout.compile need the forward of engines/torch/decoder.py, which is not that "
-            f"of {type(model).__name__} as configured here: turn them off"
+            "rollout.cuda_graphs needs the forward of engines/torch/decoder.py, which is not that of "
+            f"{type(model).__name__} as configured here: turn it off"
         )
-    if captured and mixtures(model):
+    if mixtures(model):
         return (
             f"rollout.cuda_graphs: rows of {type(model).__name__} are given to its experts on the host, which a graph "
             "cannot do: turn it off, or use rollout.engine=vllm"
         )
     kind = (model.config.rope_parameters or {}).get("rope_type", "default")
-    if captured and ("dynamic" in kind or kind == "longrope"):
+    if "dynamic" in kind or kind == "longrope":
         return (
             f"rollout.cuda_graphs: with rotary embeddings of type {kind}, {type(model).__name__} looks at positions to "
             "choose its frequencies, which a graph cannot do: turn it off"
