@@ -10,7 +10,7 @@ from tests.training.runs import FOLDED, events, parameters, prompts
 
 pytestmark = pytest.mark.ray
 
-CERTIFIED = [*FOLDED, "evaluation.certificate={every: 1, prompts: 4}"]
+CERTIFIED = [*FOLDED, "evaluation.certificate={every: 2, prompts: 4}"]
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +25,16 @@ def test_a_run_with_certificates_trains_as_one_without(certified, whole):
 
 
 def test_a_certificate_is_in_metrics_report_and_tracking(certified):
-    steps = [line["values"] for line in events(certified.run_dir, "step")]
-    assert [values["certificate/pairs"] for values in steps] == [32, 64, 96, 128]
+    every = [line["values"] for line in events(certified.run_dir, "step")]
+    assert [values.get("certificate/pairs") for values in every] == [None, 32, None, 64]
+    steps = every[1::2]
     for values in steps:
         assert values["certificate/cost_least"] < values["certificate/cost"] < values["certificate/cost_most"]
         assert 0.9 < values["certificate/equal_tokens"] <= 1
         assert 0.9 < values["certificate/gradient_cosine"] < 1
         assert values["time/certificate"] > 0
     told = [line["message"] for line in events(certified.run_dir, "info")]
-    assert sum(message.startswith("certificate: at 95 %, quantization costs at most") for message in told) == 4
+    assert sum(message.startswith("certificate: at 95 %, quantization costs at most") for message in told) == 2
     assert "Cost of quantization" in (certified.run_dir / "report.html").read_text()
 
     from mlflow import MlflowClient

@@ -17,9 +17,8 @@ MIXTURE = [*WHOLE, "model.experts=4", "model.intermediate_size=128"]
 
 
 @pytest.mark.equal_bits
-def test_routes_arrive_at_the_learner_and_the_run_is_resumed_to_the_bit(tmp_path, cluster):
-    settings = [*MIXTURE, "rollout.router_replay=rollout"]
-    whole = run(load_config(None, [*settings, f"output_dir={tmp_path}"]))
+def test_routes_arrive_at_the_learner_and_stock_transformers_loads_the_policy(tmp_path, cluster):
+    whole = run(load_config(None, [*MIXTURE, "steps=2", "rollout.router_replay=rollout", f"output_dir={tmp_path}"]))
     steps = [line["values"] for line in events(whole.run_dir, "step")]
     assert all(0 <= values["mismatch/routes_differing"] < 0.5 for values in steps)
     assert any(values["mismatch/routes_differing"] > 0 for values in steps)
@@ -28,7 +27,12 @@ def test_routes_arrive_at_the_learner_and_the_run_is_resumed_to_the_bit(tmp_path
     assert stock.model.layers[0].mlp.experts.gate_up_proj.shape[0] == 4
     report = evaluate(load_config(whole.run_dir / "config.yaml", []), whole.run_dir / "policy-int8")
     assert report.quantization == "int8"
-    assert_resumed_ends_like(whole, tmp_path, settings)
+
+
+@pytest.mark.slow
+def test_a_run_with_replayed_routes_is_resumed_to_the_bit(tmp_path, cluster):
+    settings = [*MIXTURE, "rollout.router_replay=rollout"]
+    assert_resumed_ends_like(run(load_config(None, [*settings, f"output_dir={tmp_path}"])), tmp_path, settings)
 
 
 @pytest.mark.slow

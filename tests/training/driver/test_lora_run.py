@@ -101,6 +101,7 @@ def test_an_adapter_is_served_over_its_own_codes_and_no_others(tmp_path, adapted
         load_policy(other, config)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_ends_with_the_same_adapter(tmp_path, adapted):
     assert_resumed_ends_like(adapted, tmp_path, LORA)
     assert adapter_of(tmp_path / "copy" / adapted.run_dir.name).keys() == adapter_of(adapted.run_dir).keys()
