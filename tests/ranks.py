@@ -8,11 +8,17 @@ import torch
 import torch.multiprocessing as mp
 from torch import distributed
 
+# One process imports these, and ranks are forked from it: imports would take most of their time.
+mp.get_context("forkserver").set_forkserver_preload(
+    ["qurl_ray.learner.learner", "qurl_ray.learner.deepspeed_backend", "qurl_ray.learner.fsdp_backend"]
+)
+
 
 def run_ranks(ranks: int, function: Callable, *args) -> None:
     """`function(rank, ranks, *args)` in `ranks` processes. An exception in one ends all and is raised here."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (ranks, f"file://{folder}/store", function, args), nprocs=ranks)
+        start = (ranks, f"file://{folder}/store", function, args)
+        mp.start_processes(_rank, start, nprocs=ranks, start_method="forkserver")
 
 
 def _rank(rank: int, ranks: int, store: str, function: Callable, args: tuple) -> None:
