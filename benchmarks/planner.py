@@ -2,7 +2,7 @@
 
 Writes benchmarks/results/planner.json and planner.md. `--part` makes one of these parts, and keeps the others' results:
 
-- published: figures that others published, which takes no time;
+- published: figures that others published, and what expert parallelism is planned to save, which takes no time;
 - host: what hosts compute in a sync, as rates of this one (seconds);
 - memory: bytes of a learner, by its backend and ZeRO stage, as torch's allocator counts them (ten minutes);
 - experts: the same of a small mixture of experts.
@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import timeit
 from collections.abc import Callable
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,18 +30,20 @@ import typer
 from published import NAMED, Point, fitted_points, points
 from random_policy import shape_spec, trajectory
 from rich.console import Console
-from shared import RESULTS, machine
+from shared import RESULTS, ROOT, machine
 from torch import distributed
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
+from qurl_ray.config import load_config
 from qurl_ray.config.learner import LearnerConfig
 from qurl_ray.learner.batching import plan as share_out
 from qurl_ray.learner.learner import make_learner
-from qurl_ray.planning.machines import CONSTANTS
-from qurl_ray.planning.memory import BUCKET, Stage, learner_bytes
-from qurl_ray.planning.shapes import SHAPES, Shape
-from qurl_ray.planning.workload import Workload
+from qurl_ray.planning.machines import CONSTANTS, find_gpu
+from qurl_ray.planning.memory import BUCKET, Stage, learner_bytes, learner_stage
+from qurl_ray.planning.shapes import SHAPES, Shape, configured_shape
+from qurl_ray.planning.speed import learn_s
+from qurl_ray.planning.workload import Workload, configured_workload
 from qurl_ray.policy.load import empty_model
 from qurl_ray.quant.fingerprint import fingerprint
 from qurl_ray.quant.formats import get_format
@@ -192,6 +195,25 @@ def _of_gloo(event: Any) -> bool:
     return any(name.startswith(("gloo:", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_")) for name in parents)
 
 
+# --- expert parallelism ------------------------------------------------------------------------------------------
+
+
+def planned_learner_s() -> dict[str, dict[str, float]]:
+    """Return planned seconds of qwen3_30b_a3b's learner in a step, by tokens of a pass, without and with expert
+    parallelism."""
+    config = load_config(ROOT / "qurl_ray/configs/qwen3_30b_a3b.yaml")
+    work, shape, stage = configured_workload(config), configured_shape(config.model), learner_stage(config.learner)
+
+    def seconds(tokens: int, parallel: bool) -> float:
+        passes = replace(work, micro_tokens=tokens, expert_parallel=parallel)
+        return learn_s(shape, find_gpu("h100"), passes, ranks=config.learner.workers, stage=stage)
+
+    return {
+        str(tokens): {"without": seconds(tokens, False), "with": seconds(tokens, True)}
+        for tokens in (8192, 16384, 32768)
+    }
+
+
 # --- report ------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +250,16 @@ def published_table(rows: list[Point]) -> list[str]:
         "15 %.",
         "",
         *(f"- {name}: {text}" for name, text in NAMED.items()),
+    ]
+
+
+def parallel_table(found: dict[str, dict[str, float]]) -> list[str]:
+    return [
+        "Planned seconds of the learner in a step of the preset qwen3_30b_a3b, on 16 H100.",
+        "",
+        "| tokens of a pass | without expert parallelism | with |",
+        "|---|---|---|",
+        *(f"| {tokens} | {took['without']:.0f} | {took['with']:.0f} |" for tokens, took in found.items()),
     ]
 
 
@@ -274,6 +306,7 @@ def main(
     values = json.loads(file.read_text()) if file.exists() else {}
     rows = points()
     values |= {"fitted_steps": [as_point(p) for p in fitted_points()], "points": [as_point(p) for p in rows]}
+    values["expert_parallel"] = planned_learner_s()
     if Part.HOST in parts:
         values["host"] = {"machine": machine(), "rates": measure_host()}
     if Part.MEMORY in parts:
@@ -283,7 +316,8 @@ def main(
     RESULTS.mkdir(exist_ok=True)
     file.write_text(json.dumps(values, indent=2) + "\n")
     text = ["# The planner", "", "`python benchmarks/planner.py`, part by part (`--part`).", "", *published_table(rows)]
-    for name, table in (("host", host_table), ("memory", memory_table), ("experts", memory_table)):
+    tables = {"expert_parallel": parallel_table, "host": host_table, "memory": memory_table, "experts": memory_table}
+    for name, table in tables.items():
         text += ["", *table(values[name])] if name in values else []
     (RESULTS / "planner.md").write_text("\n".join(text).rstrip() + "\n")
     Console().print((RESULTS / "planner.md").read_text(), highlight=False)
