@@ -263,8 +263,8 @@ class EngineEntry(Entry):
     """It adds LoRA adapters to its linears (PolicySpec.adapters)."""
     experts: tuple[str, ...] = ()
     """Kinds of mixtures of experts that it has, as config.json names them (model_type)."""
-    routes: bool = False
-    """It can note the experts of each token."""
+    routes: tuple[str, ...] = ()
+    """Devices on which it can note the experts of each token, without tensor parallelism."""
     tensor_parallel: bool = False
     """Several processes may share the weights of one engine."""
     drafts: bool = False
@@ -295,7 +295,7 @@ ENGINES = Table[EngineEntry](
             equal_bits=True,
             adapters=True,
             experts=(*_MIXTURES, "gpt_oss", "qwen2_moe"),
-            routes=True,
+            routes=("cpu", "cuda"),
             drafts=True,
             captures=True,
         ),
@@ -307,6 +307,7 @@ ENGINES = Table[EngineEntry](
             kv_scales="layer",
             adapters=True,
             experts=_MIXTURES,
+            routes=("cpu",),
             tensor_parallel=True,
             captures=True,
             graphs_on_cuda=True,

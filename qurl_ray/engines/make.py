@@ -100,6 +100,8 @@ def vllm_engine(spec: PolicySpec, options: EngineOptions) -> Engine:
         keep=options.keep,
         graphs=options.cuda_graphs,
         kernel=options.kernel,
+        routes=options.routes,
+        route_weights=options.route_weights,
         threads=options.threads,
         sleep_mode=options.sleeps,
         timeout_s=options.start_timeout_s,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -201,6 +202,11 @@ def choose(
     if replayed_Nk is not None and replayed_weights_Nk is not None:
         weights_Nk = torch.where(replayed_Nk < 0, weights_Nk, replayed_weights_Nk)
     return weights_Nk, experts_Nk, own_Nk
+
+
+def route_dtype(experts: int, *, weights: bool) -> np.dtype:
+    """Return the type of AnswerTokens.routes for layers with so many experts, with or without the experts' weights."""
+    return np.dtype(np.float32 if weights else np.uint8 if experts <= 256 else np.uint16)
 
 
 ExpertProducts = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]

@@ -18,6 +18,8 @@ from qurl_ray.engines.vllm.scheduler import HoldingAsyncScheduler, HoldingSchedu
 class Core:
     """A scheduler that is told what each step drew: (request, token, how it ended)."""
 
+    vllm_config = SimpleNamespace(quant_config=None)
+
     def __init__(self, kinds):
         self.requests = {
             name: SimpleNamespace(request_id=name, sampling_params=SamplingParams(output_kind=kind))

@@ -26,10 +26,13 @@ class EngineProcess:
             completions = engine.result(ticket)
     """
 
-    def __init__(self, *args: object, capture: bool = False, **kwargs: object) -> None:
+    def __init__(
+        self, *args: object, capture: bool = False, settings: dict[str, object] | None = None, **kwargs: object
+    ) -> None:
+        """Make the engine, with these settings of vLLM's own beside those that it passes."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, args, kwargs, capture))
+        self._process = context.Process(target=_serve, args=(theirs, args, kwargs, capture, settings or {}))
         self._process.start()
         theirs.close()
         self._tickets = itertools.count(1)
@@ -101,7 +104,7 @@ class EngineProcess:
             self.end()
 
 
-def _serve(pipe: Connection, args: tuple, kwargs: dict, capture: bool) -> None:
+def _serve(pipe: Connection, args: tuple, kwargs: dict, capture: bool, settings: dict) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     lock = threading.Lock()
 
@@ -117,13 +120,18 @@ def _serve(pipe: Connection, args: tuple, kwargs: dict, capture: bool) -> None:
 
     def make() -> None:
         nonlocal engine
-        from qurl_ray.engines.vllm.engine import VllmEngine
+        from qurl_ray.engines.vllm import engine as vllm_engine
 
+        class Server(vllm_engine.VllmServer):
+            def __init__(self, given: dict, **limits: Any) -> None:
+                super().__init__({**given, **settings}, **limits)
+
+        vllm_engine.VllmServer = Server
         if capture:
             from tests.engines.vllm_capture import capturing
 
             capturing()
-        engine = VllmEngine(*args, **kwargs)
+        engine = vllm_engine.VllmEngine(*args, **kwargs)
         start = engine._server.start
         engine._server.start = lambda *asked: sent.append(asked[0]) or start(*asked)
 
@@ -157,10 +165,10 @@ def cached_tokens(engine: Any, prompt: list[int]) -> int:
     return server._call(ask(), "vLLM's prefix cache", 30)
 
 
-def drawing(engine: Any) -> None:
-    """Return once tokens of four answers have come that are not done: a test keeps at most three."""
+def drawing(engine: Any, answers: int = 4) -> None:
+    """Return once tokens of so many answers have come that are not done: a test keeps at most three."""
     states = engine._server._llm.output_processor.request_states
-    while sum(state.detokenizer.num_output_tokens() > 0 for state in list(states.values())) < 4:
+    while sum(state.detokenizer.num_output_tokens() > 0 for state in list(states.values())) < answers:
         time.sleep(0.01)
 
 

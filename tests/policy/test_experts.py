@@ -302,7 +302,13 @@ def test_mixtures_that_are_not_known_are_refused_by_name(folders, tmp_path, sett
 @pytest.mark.parametrize(
     ("settings", "fact"),
     [
-        (["rollout.engine=vllm", "rollout.router_replay=rollout"], "which rollout.engine=vllm does not return"),
+        *(
+            (
+                ["rollout.engine=vllm", "rollout.router_replay=rollout", other],
+                "which rollout.engine=vllm does not return",
+            )
+            for other in ("rollout.device=cuda", "rollout.vllm.tensor_parallel=2")
+        ),
         (
             ["model.experts=0", "rollout.router_replay=rollout"],
             "needs a mixture of experts, and Qwen2ForCausalLM is dense",

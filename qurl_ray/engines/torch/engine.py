@@ -27,7 +27,7 @@ from qurl_ray.engines.torch.weights import EngineWeights
 from qurl_ray.errors import EngineError, StaleWeights
 from qurl_ray.policy.adapters import SavedAdapter, add_adapters, check_shapes
 from qurl_ray.policy.attention import QUERY_CHUNK
-from qurl_ray.policy.experts import mixtures
+from qurl_ray.policy.experts import mixtures, route_dtype
 from qurl_ray.policy.kv import KVScales, MaximaRecorder, calibration_ids
 from qurl_ray.policy.load import context_length, empty_model
 from qurl_ray.policy.logprobs import log_softmax
@@ -418,8 +418,8 @@ class TorchEngine:
         if self._route_weights:
             weights_NLk = torch.stack([weights_Nk for _, weights_Nk in taken], dim=1)
             routes_NLx = torch.cat([routes_NLx.float(), weights_NLk], dim=-1)
-        kind = np.float32 if self._route_weights else np.uint8 if len(self._mixtures[0].experts) <= 256 else np.uint16
-        return routes_NLx.unflatten(0, (rows, width)).cpu().numpy().astype(kind)
+        dtype = route_dtype(len(self._mixtures[0].experts), weights=self._route_weights)
+        return routes_NLx.unflatten(0, (rows, width)).cpu().numpy().astype(dtype)
 
     def _arange(self, count: int) -> torch.Tensor:
         return torch.arange(count, device=self._device)

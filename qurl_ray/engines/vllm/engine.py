@@ -60,6 +60,8 @@ class VllmEngine:
             The engine then holds one format at a time, as it always does on CUDA, and a load in another one restarts
             vLLM, which takes as long as its start.
         kernel: "auto" or "emulation", as in the torch engine.
+        routes: note the experts of each token (AnswerTokens.routes), on a CPU without tensor parallelism.
+        route_weights: note their weights, too.
         threads: number of CPU threads of each worker on a CPU; None leaves the choice to vLLM.
         sleep_mode: make `sleep` possible, on CUDA.
         timeout_s: longest time that the start, or any other call to vLLM but `generate`, may take.
@@ -84,6 +86,8 @@ class VllmEngine:
         keep: Sequence[str] = (),
         graphs: bool = False,
         kernel: str = "auto",
+        routes: bool = False,
+        route_weights: bool = False,
         threads: int | None = None,
         sleep_mode: bool = False,
         timeout_s: float = 600.0,
@@ -120,6 +124,9 @@ class VllmEngine:
         on_cuda = torch.cuda.is_available()
         if graphs and not on_cuda and not self._emulate:
             raise EngineError("on a CPU, vLLM compiles no kernel of this package: graphs need kernel=emulation")
+        if routes and (on_cuda or tensor_parallel > 1):
+            raise EngineError("vLLM's routes are noted on a CPU without tensor parallelism alone")
+        self._routes = ("weights" if route_weights else "experts") if routes else None
         self._fixed = on_cuda or graphs
         self._threads, self._timeout_s = threads, timeout_s
         self._keep, self._kernel = tuple(keep), kernel
@@ -143,21 +150,20 @@ class VllmEngine:
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
             "disable_log_stats": True,
         }
-        if spec.overrides:
-            self._settings["hf_overrides"] = dict(spec.overrides)
+        self._overrides = dict(spec.overrides)
         if kv_cache_bytes is not None:
             self._settings["gpu_memory_utilization"] = _SHARED  # others, such as the learner, may hold the rest
         self._start(format_name)
 
     def _start(self, format_name: str) -> None:
         """Start vLLM for a format."""
-        plugin = {"quant_method": "qurl", "kernel": self._kernel, "fixed": self._fixed}
+        plugin = {"quant_method": "qurl", "kernel": self._kernel, "fixed": self._fixed, "routes": self._routes}
         if self._fixed:
             plugin |= {"format": format_name, "keep": self._keep}
         if self._adapters:
             plugin["adapters"] = asdict(self._adapters)
-        overrides = {"hf_overrides": {"quantization_config": plugin}}
-        self._server = VllmServer(self._settings | overrides, threads=self._threads, timeout_s=self._timeout_s)
+        settings = self._settings | {"hf_overrides": {**self._overrides, "quantization_config": plugin}}
+        self._server = VllmServer(settings, threads=self._threads, timeout_s=self._timeout_s)
         self._format, self._key_scales = format_name, {}
         if self._textless is not None:
             self._server.workers("never_draw", self._textless.tolist())

@@ -83,6 +83,7 @@ class QurlExpertsMethod(FusedMoEMethodBase):
     def __init__(self, moe: Any, config: Any) -> None:
         super().__init__(moe)
         self._config = config
+        self._place = config.routes.add_layer(moe.num_experts, moe.experts_per_token) if config.routes else 0
         self._stacks: tuple[StackedCodes, StackedCodes] | None = None
         """Memory of all gate_up_proj and of all down_proj, where the fused operation multiplies."""
 
@@ -133,6 +134,8 @@ class QurlExpertsMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """Return the rank's part of the mixture's result, [N, d], from the router's logits [N, E]."""
         weights_Nk, experts_Nk, _ = choose(router_logits.float(), layer.top_k, normalizes=layer.renormalize)
+        if self._config.routes:
+            self._config.routes.write(self._place, experts_Nk, weights_Nk)
         if self._stacks is None:
             return mixed(
                 x, weights_Nk, experts_Nk, len(layer.experts), partial(each_by_itself, experts=list(layer.experts))

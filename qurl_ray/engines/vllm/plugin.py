@@ -49,6 +49,7 @@ from vllm.platforms import current_platform
 
 from qurl_ray.engines.vllm.experts import MIXTRAL, NAME, PACKED, QurlExpertsMethod
 from qurl_ray.engines.vllm.kernels import ExpertCodes, FixedCodes
+from qurl_ray.engines.vllm.routes import RouteMemory
 from qurl_ray.engines.vllm.shards import TensorShard, cut, fuse
 from qurl_ray.errors import QuantizationError
 from qurl_ray.numerics import products
@@ -317,6 +318,7 @@ class QurlConfig(QuantizationConfig):
         adapters: rank, alpha and targets of adapters, as Adapters has them; None for none.
         fixed: codes stay in one format and in memory that never moves, multiplied by vLLM's kernels. None means: on
             CUDA, unless they are emulated.
+        routes: note the "experts" of each token, or also their "weights". None means: neither.
     """
 
     def __init__(
@@ -327,8 +329,10 @@ class QurlConfig(QuantizationConfig):
         kernel: str = "auto",
         fixed: bool | None = None,
         adapters: dict[str, Any] | None = None,
+        routes: str | None = None,
     ) -> None:
         super().__init__()
+        self.routes = RouteMemory(weights=routes == "weights") if routes else None
         self.adapters = Adapters(**adapters) if adapters else None
         self.keep = tuple(keep)
         self.emulate = kernel == "emulation"

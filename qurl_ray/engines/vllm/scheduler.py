@@ -2,7 +2,8 @@
 
 After each step, vLLM's core sends every request's token and log-prob to the process that asked, which decodes them one
 by one: some 30 µs a token in that process alone, more than the step itself with hundreds of sequences. A caller that
-waits for whole answers has no use for that. Its tokens are held for a while, and sent together.
+waits for whole answers has no use for that. Its tokens are held for a while, and sent together, with their routes if
+these are noted (engines/vllm/routes.py).
 """
 
 import time
@@ -16,6 +17,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 
+from qurl_ray.engines.vllm.routes import RouteMemory
+
 HELD_S = 0.1
 """Longest time that a token is held, in seconds. A request that is aborted loses the tokens that are held then."""
 
@@ -24,11 +27,21 @@ class _Holding:
     """Holds outputs of requests that are answered as a whole (RequestOutputKind.FINAL_ONLY)."""
 
     requests: dict[str, Any]
+    vllm_config: Any
+    kv_cache_config: Any
+    kv_cache_manager: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._held: dict[str, list[EngineCoreOutput]] = {}
         self._sent_at = 0.0
+        self._routes: RouteMemory | None = getattr(self.vllm_config.quant_config, "routes", None)
+        if self._routes:
+            self._routes.allocate(self.kv_cache_config)
+        self._routed: dict[str, int] = {}
+        """Number of tokens of each request whose routes have been sent."""
+        self._last_routes: dict[str, np.ndarray] = {}
+        """Routes to send with the last tokens of requests whose blocks are no longer theirs."""
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         clients = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -45,13 +58,32 @@ class _Holding:
                     self._held.setdefault(output.request_id, []).append(output)
                 else:
                     sent.append(as_one_output([*self._held.pop(output.request_id, ()), output]))
+                    if self._routes:
+                        ended = self._last_routes.pop(output.request_id, None)
+                        output.routed_experts = self._new_routes(request) if ended is None else ended
             client.outputs = sent
         return clients
+
+    def _new_routes(self, request: Any) -> np.ndarray:
+        """Return the routes of a request's tokens after those that have been sent, but for the last, which was only
+        drawn."""
+        assert self._routes
+        start, stop = self._routed.get(request.request_id, 0), request.num_tokens - 1
+        self._routed[request.request_id] = stop
+        (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        return self._routes.read(blocks, start, stop)
+
+    def _handle_stopped_request(self, request: Any) -> bool:
+        if self._routes:
+            self._last_routes[request.request_id] = self._new_routes(request)
+            del self._routed[request.request_id]
+        return super()._handle_stopped_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> list[Any]:
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in ended:
             self._held.pop(request.request_id, None)
+            self._routed.pop(request.request_id, None)
         return ended
 
 

@@ -71,6 +71,9 @@ class VllmServer:
         self.device = torch.device(current_platform.device_type)
         if settings["enable_sleep_mode"] and self.device.type == "cpu":
             raise EngineError("vLLM cannot sleep on a CPU: leave sleep_mode off, or run the engine on a CUDA device")
+        if self.device.type == "cpu":
+            # After a part of a prompt, vLLM 0.32 turns back the generator of its request, which a CPU's cannot.
+            settings = {**settings, "enable_chunked_prefill": False}
         # Without a context, vLLM prefills 2048 tokens at a time, where an H100 takes eight times as many.
         config = AsyncEngineArgs(**settings).create_engine_config(UsageContext.LLM_CLASS)
         if self.device.type == "cpu" and config.cache_config.kv_cache_memory_bytes is None:
@@ -178,6 +181,7 @@ class VllmServer:
                     # For a greedy draw, vLLM returns the log-prob at temperature 1. The draw is certain, so it is 0.
                     logprobs=np.array(drawn, dtype=np.float32) * np.float32(request.sampling.temperature > 0),
                     versions=np.full(len(tokens), version, dtype=np.int32),
+                    routes=output.routed_experts,
                     finish=finish,
                 )
             )

@@ -347,10 +347,11 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
                 f"rollout.router_replay={config.rollout.router_replay} needs a mixture of experts, and {kind} is "
                 "dense: leave it out"
             )
-        if not engine.routes:
+        if config.rollout.device not in engine.routes or config.rollout.processes > 1:
             raise ConfigError(
                 f"rollout.router_replay={config.rollout.router_replay} needs the experts of each token, which "
-                f"rollout.engine={config.rollout.engine} does not return: set rollout.engine=torch"
+                f"rollout.engine={config.rollout.engine} does not return on device={config.rollout.device} from "
+                f"{config.rollout.processes} process(es): set rollout.engine=torch"
             )
     for name in ("router_balance_coef", "router_z_coef"):
         if getattr(config.algorithm, name) and not mixture:

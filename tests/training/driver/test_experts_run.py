@@ -53,7 +53,7 @@ def test_a_run_with_replayed_routes_is_resumed_to_the_bit(tmp_path, cluster):
         ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.workers=2"],
         ["precision_flow=unified", "algorithm.correction=ignore", "learner.sequence_parallel=2", "learner.workers=2"],
         ["learner.lora.rank=4", "algorithm.correction=ignore", "quantization.uaq_scale=1"],
-        ["rollout.engine=vllm"],
+        ["rollout.engine=vllm", "rollout.router_replay=rollout"],
     ],
     ids=["fsdp", "experts", "deepspeed", "sequence", "lora", "vllm"],
 )
@@ -63,6 +63,8 @@ def test_other_learners_train_experts(tmp_path, cluster, settings):
     assert len(steps) == 4
     if "algorithm.correction=ignore" in settings:
         assert all(values["mismatch/kl"] == 0 for values in steps)
+    if "rollout.router_replay=rollout" in settings:
+        assert all(0 <= values["mismatch/routes_differing"] < 0.5 for values in steps)
     assert parameters(whole.policy).isfinite().all()
     if "rollout.engine=vllm" not in settings:  # vLLM's last bits depend on the batch
         assert_resumed_ends_like(whole, tmp_path, [*MIXTURE, *settings])
