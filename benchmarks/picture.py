@@ -15,17 +15,17 @@ from shared import RESULTS, ROOT
 
 PANELS = {
     "format_name": ("INT8", "INT4", "seven levels", "five levels"),
-    "clip_high": (0.05, 0.1, CENTRE.clip_high),
-    "digits": (4, 8, 16),
+    "updates": (1, 4, 8, 16),
+    "clip_high": (0.1, CENTRE.clip_high),
 }
 LABELS = {
     "format_name": "rollouts: number format, KL(b‖p)",
+    "updates": "five levels: updates per rollout",
     "clip_high": "five levels: εh of the clip",
-    "digits": "five levels: tokens of an answer",
 }
 THEMES = {"light": ("white", "#1b1d20"), "dark": ("#0d1117", "#e8e9ea")}
 """Colours of ground and text."""
-TAKEAWAY = "Coarse rollouts need a correction; ACR is not better than TIS, which it seldom differs from"
+TAKEAWAY = "Coarse rollouts need a correction; which one, ACR or TIS, matters little"
 
 
 def tick(records: list[dict[str, Any]], name: str, value: Any) -> str:
@@ -46,7 +46,7 @@ def draw(axis: plt.Axes, records: list[dict[str, Any]], name: str, text: str) ->
             axis.plot([place] * len(found[place]), found[place], ".", color=color, markersize=4)
     axis.set_xticks(range(len(PANELS[name])), [tick(records, name, value) for value in PANELS[name]])
     axis.set(xlabel=LABELS[name], ylim=(0, 103), xlim=(-0.3, len(PANELS[name]) - 0.7))
-    axis.grid(alpha=0.2, color=text)
+    axis.grid(axis="y", alpha=0.15, color=text)
     axis.spines[["top", "right"]].set_visible(False)
 
 

@@ -304,10 +304,10 @@ def test_mixtures_that_are_not_known_are_refused_by_name(folders, tmp_path, sett
     [
         *(
             (
-                ["rollout.engine=vllm", "rollout.router_replay=rollout", other],
+                ["rollout.engine=vllm", "rollout.router_replay=rollout", *other],
                 "which rollout.engine=vllm does not return",
             )
-            for other in ("rollout.device=cuda", "rollout.vllm.tensor_parallel=2")
+            for other in (["rollout.device=cuda", "rollout.dtype=bfloat16"], ["rollout.vllm.tensor_parallel=2"])
         ),
         (
             ["model.experts=0", "rollout.router_replay=rollout"],
