@@ -1,5 +1,6 @@
 """The kit that measures a GPU (benchmarks/gpu), whole and tiny on a CPU: that it runs, what it writes, what it says."""
 
+import html
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from benchmarks.gpu.__main__ import PARTS, main
 from benchmarks.gpu.bench import TINY, Bench
 from benchmarks.gpu.child import call
 from benchmarks.gpu.codes import LIMIT, differing, eye
+from benchmarks.gpu.kernels import checked
 from benchmarks.gpu.loads import compared
 from benchmarks.gpu.page import page
 from benchmarks.gpu.runs import FLOWS
@@ -25,6 +27,7 @@ from benchmarks.gpu.sleeps import LIMIT_MIB, grown
 from benchmarks.gpu.unified import linears
 from qurl_ray.errors import ConfigError
 from qurl_ray.quant.formats import FORMATS, get_format
+from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.quantize import dequantize_rows, nearest, quantize_rows
 from qurl_ray.tables import TRANSPORTS
 
@@ -259,6 +262,35 @@ def test_a_process_that_takes_longer_than_its_part_is_killed_with_what_it_starte
     assert ["sleep", "271"] not in list(lines)
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(400)
+def test_cut_by_its_minutes_it_still_writes_all_figures_and_a_page_that_names_what_was_cut(tmp_path):
+    out = tmp_path / "gpu.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--minutes",
+        "0.5",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found, text = json.loads(out.read_text()), out.with_suffix(".html").read_text()
+    assert found.keys() == SECTIONS | PARTS.keys()
+    assert found["seconds"].keys() == PARTS.keys()
+    assert found["errors"] == {}
+    cut = {key for key, why in found["skipped"].items() if "no time left" in why or "left of the part" in why}
+    assert {"runs", "training"} <= {key.partition(":")[0] for key in cut}
+    assert all(html.escape(key) in text and html.escape(why) in text for key, why in found["skipped"].items())
+    assert not any(resumed(out).complete(key.partition(":")[0]) for key in cut)
+
+
 # --- what the figures say --------------------------------------------------------------------------------------------
 
 
@@ -281,6 +313,15 @@ def test_codes_are_read_from_products_and_other_ones_are_noticed(name, dtype):
     count, _, further = differing(by_powers_of_two, size, fmt, 40, cpu, dtype)
     assert further / count > LIMIT
     assert differing(lambda x: multiply(x) * torch.nan, size, fmt, 40, cpu, dtype)[2] == count
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_of_every_format_are_compared_with_float64(name, tmp_path, monkeypatch):
+    bench, fmt = resumed(tmp_path / "gpu.json"), FORMATS[name]
+    assert checked(bench, fmt, 48, 256)["right"]
+    linear = QuantizedLinear.forward
+    monkeypatch.setattr(QuantizedLinear, "forward", lambda self, x: 1.01 * linear(self, x))
+    assert not checked(bench, fmt, 48, 256)["right"]
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])

@@ -15,7 +15,7 @@ from qurl_ray.quant.elements import floats
 from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.kernels import why_emulated
 from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
-from qurl_ray.quant.quantize import QTensor, dequantize_rows, quantize, quantize_rows
+from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize, quantize_rows
 from qurl_ray.quant.training import across_tokens, products_for
 from qurl_ray.quant.unified import unified_linear
 
@@ -96,7 +96,9 @@ def products(bench: Bench, fmt: Format, N: int, K: int) -> Figures:
 
 
 def exact_weight(q: QTensor) -> torch.Tensor:
-    """Return the dequantized weight, float64 [N, K]."""
+    """Return the dequantized weight, float64 [N, K]; values of a format with a codec are rounded to float32 first."""
+    if q.fmt.codec:
+        return dequantize(q).double()
     N, K = q.shape
     scale = q.scale.double().repeat_interleave(q.fmt.rows, dim=0)[:N]
     return floats(q.codes).double() * scale.repeat_interleave(q.fmt.group or K, dim=1)[:, :K]

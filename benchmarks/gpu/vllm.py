@@ -33,7 +33,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8, with FP8 keys": ("fp8", {"kv_cache_dtype": "fp8"}),
     "none, with FP8 keys": ("none", {"kv_cache_dtype": "fp8"}),
 }
-"""Options of vLLM that this package does not set, by name: a format, and vLLM's settings."""
+"""Options of vLLM that this package does not set by default, by name: a format, and vLLM's settings."""
 _LONGEST, _NAME = 12, 100  # operations of a step that are listed, and characters of their names
 OTHER_GIB = 6
 """Memory of an engine beside weights and keys: its context, graphs, activations."""

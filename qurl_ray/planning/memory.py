@@ -398,6 +398,7 @@ def check_layout(shape: Shape, gpu: Gpu, work: Workload, config: RunConfig, *, t
         offloads=bool(learner.offload_while_waiting) and not together,
         sleeps=not together,
     )
-    engine = EngineSpec(shape=shape, gpu=gpu, precision="bf16", tensor_parallel=width)
+    kv_bytes = 1 if rollout.kv_cache == "fp8" else 2
+    engine = EngineSpec(shape=shape, gpu=gpu, precision="bf16", tensor_parallel=width, kv_bytes=kv_bytes)
     cache_gb = rollout.vllm.kv_cache_gb
     return footprint(engine, layout, work, None if cache_gb is None else cache_gb * 2**30 * width)

@@ -350,6 +350,10 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
+        (
+            "rollout: {engine: 'outside:engine', kv_cache: fp8}",
+            "engine=outside:engine cannot store keys and values as kv_cache=fp8: use full",
+        ),
         ("rollout: {dtype: bfloat16}\nsync: {unquantized: float32}", "rollout.dtype=bfloat16 cannot hold"),
         (
             "rollout: {cuda_graphs: true}",

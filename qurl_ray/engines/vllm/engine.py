@@ -107,7 +107,7 @@ class VllmEngine:
         self._textless = textless(model)
         self._calibration = calibration_ids(model.config) if kv_cache == "fp8" else []
         self._key_scales: dict[str, list[float]] = {}
-        """Scales of FP8 keys and values for the present weights, by vLLM's name of the layer."""
+        """Scales of queries, keys and values in FP8 for the present weights, by vLLM's name of the layer."""
         self._records: dict[str, TensorRecord] = {}
         self._before: int | None = None
         """Version that was held when a direct transport began."""
@@ -167,6 +167,8 @@ class VllmEngine:
         self._format, self._key_scales = format_name, {}
         if self._textless is not None:
             self._server.workers("never_draw", self._textless.tolist())
+        if self._calibration:
+            self._server.workers("hold_keys_in_fp8")
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

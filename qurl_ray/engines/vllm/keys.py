@@ -1,6 +1,7 @@
 """Scales of FP8 keys and values in vLLM: measured in its attention layers, and written where its kernels read them.
 
-vLLM has one scale for the keys and one for the values of a layer. Caches hold E4M3(x / scale).
+vLLM has one scale for the keys of a layer and one for its values. Caches hold E4M3(x / scale). Where attention takes
+queries in E4M3, too (FlashAttention 3), these have a scale of their own.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +15,10 @@ from vllm.model_executor.layers.attention import Attention
 from qurl_ray.errors import EngineError
 from qurl_ray.policy.kv import E4M3_MAX
 
-Pairs = dict[str, list[float]]
-"""A number for the keys and one for the values of each layer, by vLLM's name of it."""
+Triples = dict[str, list[float]]
+"""A number for the queries, keys and values of each layer, by vLLM's name of it."""
+
+_KINDS = ("q", "k", "v")
 
 _BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
 """Backends that read scales from tensors at each step: others have them as numbers in captured graphs."""
@@ -52,21 +55,21 @@ def store_nearest(layers: Mapping[str, Any]) -> None:
             layer.impl.do_kv_cache_update = partial(update, layer.impl.do_kv_cache_update)
 
 
-def watch(layers: Mapping[str, Any], tokens: int) -> Callable[[], Pairs]:
-    """Note the largest absolute keys and values of the first tokens of the next pass. Return a function that ends this
-    and returns them."""
-    largest: Pairs = {}
+def watch(layers: Mapping[str, Any], tokens: int) -> Callable[[], Triples]:
+    """Note the largest absolute queries, keys and values of the first tokens of the next pass. Return a function that
+    ends this and returns them. Scales are 1 meanwhile, whatever earlier versions had."""
+    write_scales(layers, {name: [1.0, 1.0, 1.0] for name in layers})
+    largest: Triples = {}
 
     def noting(forward: Callable, name: str, *given: Any, **named: Any) -> Any:
-        _, _, key, value, *_ = given  # after the layer and the query
-        if name not in largest:
-            largest[name] = [float(part[:tokens].abs().max()) for part in (key, value)]
+        if name not in largest:  # given are the layer, queries, keys, values, ...
+            largest[name] = [float(part[:tokens].float().abs().max()) for part in given[1:4]]
         return forward(*given, **named)
 
     for name, layer in layers.items():
         layer.impl.forward = partial(noting, layer.impl.forward, name)
 
-    def end() -> Pairs:
+    def end() -> Triples:
         for layer in layers.values():
             del layer.impl.forward
         return largest
@@ -74,22 +77,19 @@ def watch(layers: Mapping[str, Any], tokens: int) -> Callable[[], Pairs]:
     return end
 
 
-def write_scales(layers: Mapping[str, Any], scales: Pairs) -> None:
+def write_scales(layers: Mapping[str, Any], scales: Triples) -> None:
     """Set the scales of these layers, in place."""
-    for name, (key, value) in scales.items():
+    for name, of_layer in scales.items():
         layer = layers[name]
-        for kind, scale in (("k", key), ("v", value)):
+        for kind, scale in zip(_KINDS, of_layer, strict=True):
             getattr(layer, f"_{kind}_scale").fill_(scale)
-            getattr(layer, f"_{kind}_scale_cpu").fill_(scale)
             setattr(layer, f"_{kind}_scale_float", scale)
 
 
-def read_scales(layers: Mapping[str, Any]) -> Pairs:
+def read_scales(layers: Mapping[str, Any]) -> Triples:
     """Return the scales with which each layer computes, from its buffers; nan where its copies of one differ."""
     scales = {}
     for name, layer in layers.items():
-        copies = [
-            (float(getattr(layer, f"_{kind}_scale")), getattr(layer, f"_{kind}_scale_float")) for kind in ("k", "v")
-        ]
+        copies = [(float(getattr(layer, f"_{kind}_scale")), getattr(layer, f"_{kind}_scale_float")) for kind in _KINDS]
         scales[name] = [first if first == second else float("nan") for first, second in copies]
     return scales

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, 
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from qurl_ray.engines.vllm.experts import MIXTRAL, place_of_expert
-from qurl_ray.engines.vllm.keys import Pairs, attention_layers, read_scales, store_nearest, watch, write_scales
+from qurl_ray.engines.vllm.keys import Triples, attention_layers, read_scales, store_nearest, watch, write_scales
 from qurl_ray.engines.vllm.plugin import AdapterMatrix, QurlLinearMethod
 from qurl_ray.engines.vllm.shards import Partition, Piece, TensorShard, cut, fingerprint_pieces, local_shards, read
 from qurl_ray.errors import QurlError, SyncError
@@ -101,10 +101,10 @@ class ResidentPolicy:
     _placed: dict[str, int] = field(default_factory=dict)
     _group: tuple[Meeting | None, Any] = (None, None)
     """Group that was joined last."""
-    _watched: Callable[[], Pairs] | None = None
+    _watched: Callable[[], Triples] | None = None
     """Ends the measurement of keys and values that goes on."""
     _layers: dict[str, Any] = field(default_factory=dict)
-    """Attention layers, once their scales were asked for."""
+    """Attention layers, if keys and values are held in FP8."""
 
     def never_draw(self, ids: Sequence[int]) -> None:
         """Have no request draw these ids. Log-probs are then those of the learner, which leaves them out, too."""
@@ -225,26 +225,26 @@ class ResidentPolicy:
             shards.append((shard.start, shard.stop, shard.columns, arrays))
         return shards
 
+    def hold_keys_in_fp8(self) -> None:
+        """Prepare the attention layers, once."""
+        self._layers = attention_layers(self.model)
+        store_nearest(self._layers)
+
     def watch_keys(self, tokens: int) -> None:
-        """Measure keys and values of the first tokens of the next pass. Their scales are 1 meanwhile, whatever earlier
-        versions had."""
-        if not self._layers:
-            self._layers = attention_layers(self.model)
-            store_nearest(self._layers)
-        write_scales(self._layers, {name: [1.0, 1.0] for name in self._layers})
+        """Measure queries, keys and values of the first tokens of the next pass."""
         self._watched = watch(self._layers, tokens)
 
-    def largest_keys(self) -> Pairs:
-        """End the measurement. Return the largest absolute keys and values that came, by layer."""
+    def largest_keys(self) -> Triples:
+        """End the measurement. Return the largest absolute queries, keys and values that came, by layer."""
         watched, self._watched = self._watched, None
         return watched() if watched else {}
 
-    def scale_keys(self, scales: Pairs) -> None:
-        """Set the scales of keys and values."""
+    def scale_keys(self, scales: Triples) -> None:
+        """Set the scales of queries, keys and values."""
         write_scales(self._layers, scales)
 
-    def key_scales(self) -> Pairs:
-        """Return the scales of keys and values that the layers compute with."""
+    def key_scales(self) -> Triples:
+        """Return the scales of queries, keys and values that the layers compute with."""
         return read_scales(self._layers)
 
     def kernels(self) -> list[str]:
