@@ -46,6 +46,10 @@ from qurl_ray.quant.quantize import QTensor, fused_kernels, quantize_rows_int8, 
 warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # on the future of fbgemm's type of tensor
 
 
+Codes = tuple[torch.Tensor, torch.Tensor]
+"""Codes of activations and the maxima of their groups, as `row_codes` returns them."""
+
+
 class Kernel(ABC):
     """A kernel, which multiplies activations with packed codes. It has no state: `pack` returns the packed codes."""
 
@@ -66,9 +70,20 @@ class Kernel(ABC):
         """Return codes and scales in the kernel's own layout, on the device where they are; by default, unchanged."""
         return QTensor(codes=q.codes.contiguous(), scale=q.scale.contiguous(), fmt=q.fmt)
 
+    def codes(self, x: torch.Tensor, fmt: Format) -> Codes | None:
+        """Return `row_codes` of x [..., K] as a matrix, to which rows of zeros may be added; None if the kernel takes
+        none, but makes them itself."""
+        return None
+
     @abstractmethod
-    def forward(self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return y of `reference_linear`, x [..., K] to [..., N] of x's dtype. Scaling is done in float32 at least."""
+    def forward(
+        self, x: torch.Tensor, packed: Any, bias: torch.Tensor | None, codes: Codes | None = None
+    ) -> torch.Tensor:
+        """Return y of `reference_linear`, x [..., K] to [..., N] of x's dtype. Scaling is done in float32 at least.
+
+        Args:
+            codes: those of x, from `codes`, if they were made before.
+        """
 
     def unpack(self, packed: Any) -> QTensor:
         """Return codes and scales, read back from the memory that `forward` multiplies with."""
@@ -156,8 +171,13 @@ class OneDnn(Kernel):
             fmt=q.fmt,
         )
 
-    def forward(self, x: torch.Tensor, packed: _Ordered, bias: torch.Tensor | None) -> torch.Tensor:
-        codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
+    def codes(self, x: torch.Tensor, fmt: Format) -> Codes:
+        return quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), fmt)
+
+    def forward(
+        self, x: torch.Tensor, packed: _Ordered, bias: torch.Tensor | None, codes: Codes | None = None
+    ) -> torch.Tensor:
+        codes_MK, amax_M1 = codes or self.codes(x, packed.fmt)
         rows, missing = len(codes_MK), packed.least_rows - len(codes_MK)
         y = torch.ops.onednn.qlinear_pointwise(
             pad(codes_MK, (0, 0, 0, missing)) if missing > 0 else codes_MK,
@@ -213,7 +233,9 @@ class Fbgemm(Kernel):
         weight = torch._make_per_channel_quantized_tensor(q.codes, q.scale[:, 0].double(), zero_points, 0)
         return _Prepacked(weight=torch.ops.quantized.linear_prepack(weight, None), fmt=q.fmt)
 
-    def forward(self, x: torch.Tensor, packed: _Prepacked, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, packed: _Prepacked, bias: torch.Tensor | None, codes: Codes | None = None
+    ) -> torch.Tensor:
         dtype, x = x.dtype, x.float()
         amax = row_maximum(x)
         y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
@@ -249,8 +271,13 @@ class InPlace(Kernel):
         narrow = shape and min(shape) < 2
         return f"in_place needs widths of 2 and more, not {shape[0]} × {shape[1]}" if shape and narrow else None
 
-    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        codes_MK, amax_M1 = quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), packed.fmt)
+    def codes(self, x: torch.Tensor, fmt: Format) -> Codes:
+        return quantize_rows_int8(x.reshape(-1, x.shape[-1]).float(), fmt)
+
+    def forward(
+        self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None, codes: Codes | None = None
+    ) -> torch.Tensor:
+        codes_MK, amax_M1 = codes or self.codes(x, packed.fmt)
         y = torch.mul(torch._int_mm(codes_MK, packed.codes.t()), _channel_scale(packed)).mul_(amax_M1)
         return (y if bias is None else y.add_(bias)).to(x.dtype).view(*x.shape[:-1], len(packed.codes))
 
@@ -306,6 +333,11 @@ class _Cuda(Kernel):
             )
         return None
 
+    def codes(self, x: torch.Tensor, fmt: Format) -> Codes:
+        """At least 32 rows and a multiple of 16: `_int_mm` needs more than 16, and the others are then fastest."""
+        x_MK = x.reshape(-1, x.shape[-1])
+        return row_codes(x_MK, fmt, rows=max(32, -(-len(x_MK) // 16) * 16))
+
 
 _ANY = (99, 0)
 
@@ -320,8 +352,10 @@ class IntMm(_Cuda):
     def takes(self, fmt: Format) -> bool:
         return _int8_by_row(fmt)
 
-    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        codes_MK, amax_M1 = _codes(x, packed.fmt)
+    def forward(
+        self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None, codes: Codes | None = None
+    ) -> torch.Tensor:
+        codes_MK, amax_M1 = codes or self.codes(x, packed.fmt)
         return _scaled(torch._int_mm(codes_MK, packed.codes.t()), amax_M1, packed, bias, x)
 
 
@@ -341,8 +375,10 @@ class ScaledMm(_Cuda):
         by_row = fmt.group is None and fmt.activation_group is None
         return fmt.dtype == torch.float8_e4m3fn and by_row and fmt.activation_max is not None
 
-    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        codes_MK, amax_M1 = _codes(x, packed.fmt)
+    def forward(
+        self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None, codes: Codes | None = None
+    ) -> torch.Tensor:
+        codes_MK, amax_M1 = codes or self.codes(x, packed.fmt)
         if x.dtype == torch.bfloat16:
             y_MN = functional.scaled_mm(
                 codes_MK,
@@ -387,8 +423,10 @@ class ScaledMmBlock(_Cuda):
         blocks = packed.codes.shape[1] // 128
         return QTensor(codes=packed.codes, scale=packed.scale[:, :blocks].contiguous(), fmt=packed.fmt)
 
-    def forward(self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        codes_MK, amax_MG = _codes(x, packed.fmt)
+    def forward(
+        self, x: torch.Tensor, packed: QTensor, bias: torch.Tensor | None, codes: Codes | None = None
+    ) -> torch.Tensor:
+        codes_MK, amax_MG = codes or self.codes(x, packed.fmt)
         y_MN = functional.scaled_mm(
             codes_MK,
             packed.codes.t(),
@@ -412,13 +450,6 @@ def _int8_by_row(fmt: Format) -> bool:
 
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
-
-
-def _codes(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `row_codes` of x [..., K] as a matrix, with at least 32 rows and a multiple of 16: `_int_mm` needs more
-    than 16, and the others are then fastest."""
-    x_MK = x.reshape(-1, x.shape[-1])
-    return row_codes(x_MK, fmt, rows=max(32, -(-len(x_MK) // 16) * 16))
 
 
 def _like(x: torch.Tensor, y_MN: torch.Tensor) -> torch.Tensor:

@@ -13,30 +13,35 @@ from qurl_ray.errors import StaleWeights
 from qurl_ray.numerics.products import linear
 from qurl_ray.quant.elements import floats
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.kernels import IN_PLACE, kernel_for, named_kernel
+from qurl_ray.quant.kernels import IN_PLACE, Codes, kernel_for, named_kernel
 from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize_rows
 
 _ROWS = 5
 """Rows with which a packed weight is compared with the one before."""
 
 
-def reference_linear(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def reference_linear(
+    x: torch.Tensor, q: QTensor, bias: torch.Tensor | None, codes: Codes | None = None
+) -> torch.Tensor:
     """Return y = (codes(x) · codes(w)ᵀ) · scales + bias, in float32; x [..., K] to [..., N] of x's dtype.
 
     Weight-only formats multiply x with the dequantized weight. Where scales change along a row, both factors are
     dequantized first. Products of integer codes add up exactly in float32 as long as
     K · activation_max · weight_max < 2^24. Products of float codes are exact; their sum is rounded as in any float32
     product.
+
+    Args:
+        codes: `quantize_rows` of x, if they were made before.
     """
     dtype, x = x.dtype, x.float()
     bias = None if bias is None else bias.float()
     if q.fmt.activation_max is None:
         return linear(x, dequantize(q), bias).to(dtype)
-    codes, amax = quantize_rows(x, q.fmt)
+    rows, amax = codes or quantize_rows(x, q.fmt)
     if q.fmt.activation_group:
-        return linear(dequantize_rows(codes, amax, q.fmt), dequantize(q), bias).to(dtype)
+        return linear(dequantize_rows(rows, amax, q.fmt), dequantize(q), bias).to(dtype)
     # One factor after the other, in the order of the integer kernels, so that both round alike.
-    y = linear(codes, floats(q.codes)) * (q.scale[:, 0] * q.fmt.activation_step) * amax
+    y = linear(rows, floats(q.codes)) * (q.scale[:, 0] * q.fmt.activation_step) * amax
     return (y if bias is None else y + bias).to(dtype)
 
 
@@ -99,10 +104,16 @@ class QuantizedLinear(nn.Module):
         """Name of the kernel that multiplies once codes are packed; None if the linear is emulated."""
         return self._fastest.name if self._fastest else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def codes(self, x: torch.Tensor) -> Codes | None:
+        """Return codes of x [..., K] that `forward` takes, in its own form; None if it makes them by itself."""
+        if self._kernel:
+            return self._kernel.codes(x, self.fmt)
+        return None if self.fmt.activation_max is None else quantize_rows(x.float(), self.fmt)
+
+    def forward(self, x: torch.Tensor, codes: Codes | None = None) -> torch.Tensor:
         if self._kernel is None:
-            return reference_linear(x, self._emulated(), self.bias)
-        return self._kernel.forward(x, self._packed, self.bias)
+            return reference_linear(x, self._emulated(), self.bias, codes)
+        return self._kernel.forward(x, self._packed, self.bias, codes)
 
     def pack(self) -> None:
         """Bring the codes into the layout of the kernel that is fastest in the long run, if they are not in it.

@@ -80,7 +80,7 @@ def unified_linear(
     how = _How(fmt=fmt, backward=backward, factors=factors, emulate=emulate)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         return _UnifiedLinear.apply(x, weight, bias, codes, how)
-    return _forward(x, codes or how.quantize(weight), bias, how)
+    return _forward(x, codes or how.quantize(weight), bias, how)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +127,9 @@ class _UnifiedLinear(torch.autograd.Function):
         given = codes if how.backward != "full" else None
         kept = (given.codes, given.scale, *given.more) if given else (weight,)
         ctx.kept = len(kept)
-        ctx.save_for_backward(*kept, *(_saved_inputs(how.factors.inputs(x), how) if ctx.needs_input_grad[1] else ()))
-        return _forward(x, codes or how.quantize(weight), bias, how)
+        y, inputs = _forward(x, codes or how.quantize(weight), bias, how, saves=ctx.needs_input_grad[1])
+        ctx.save_for_backward(*kept, *inputs)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -151,19 +152,24 @@ class _UnifiedLinear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def _forward(x: torch.Tensor, q: QTensor, bias: torch.Tensor | None, how: _How) -> torch.Tensor:
-    """Compute y with the engine's own module, which may use a kernel, on a CPU and on CUDA."""
+def _forward(
+    x: torch.Tensor, q: QTensor, bias: torch.Tensor | None, how: _How, *, saves: bool = False
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Compute y with the engine's own module, which may use a kernel, on a CPU and on CUDA.
+
+    Returns:
+        y, and if it `saves`, x as WGrad needs it: (codes [M, K] of one byte, maxima [M, groups]), or (x [M, K],) if
+        there are no codes. They are the codes of which y was made, unless a kernel makes these itself.
+    """
     with torch.autocast(x.device.type, enabled=False):
-        bias = bias if bias is None else how.factors.bias(bias)
-        return how.factors.outputs(QuantizedLinear(q, bias, emulate=how.emulate)(how.factors.inputs(x)))
-
-
-def _saved_inputs(x: torch.Tensor, how: _How) -> tuple[torch.Tensor, ...]:
-    """Return x as WGrad needs it: (codes [M, K] of one byte, maxima [M, groups]), or (x,) if there are no codes."""
-    x_MK = x.reshape(-1, x.shape[-1])
-    if how.backward == "full" or how.fmt.activation_max is None:
-        return (x_MK,)
-    return row_codes(x_MK, how.fmt)
+        linear = QuantizedLinear(q, bias if bias is None else how.factors.bias(bias), emulate=how.emulate)
+        x = how.factors.inputs(x)
+        x_MK = x.reshape(-1, x.shape[-1])
+        if not saves or how.backward == "full" or how.fmt.activation_max is None:
+            return how.factors.outputs(linear(x)), (x_MK,) if saves else ()
+        codes = linear.codes(x)
+        parts = [part.reshape(-1, part.shape[-1])[: len(x_MK)] for part in codes or row_codes(x_MK, how.fmt)]
+        return how.factors.outputs(linear(x, codes)), (parts[0].to(how.fmt.dtype), parts[1])
 
 
 def _gradients(
@@ -173,7 +179,7 @@ def _gradients(
 
     Args:
         weight: the parameter, or the parts of its codes.
-        inputs: result of `_saved_inputs`.
+        inputs: what `_forward` saves.
     """
     dx = dw = None
     if not weight and not inputs:

@@ -12,7 +12,8 @@ from torch.nn.functional import ScalingType
 from torch.utils.checkpoint import checkpoint
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.quant import unified
+from qurl_ray.quant import kernels, unified
+from qurl_ray.quant import quantize as quantize_module
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.kernels import KERNELS
 from qurl_ray.quant.linear import QuantizedLinear, reference_linear, weight_max_code
@@ -506,3 +507,25 @@ def test_a_weight_that_nobody_looked_at_shows_that_it_is_not_finite(fmt, value):
     weights = normal(256, 256, seed=5)
     weights[3, 7] = value
     assert not dequantize(quantize(weights, fmt, finite=True)).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("emulate", [False, True], ids=["kernel", "emulated"])
+@pytest.mark.parametrize(("fmt", "backward"), [(fmt, mode) for fmt in HERE for name, mode in MODES if name == fmt.name])
+def test_activations_are_quantized_once_for_both_passes_which_changes_no_bit(
+    fmt, backward, emulate, dtype, monkeypatch
+):
+    counted, find = [], quantize_module.row_maximum
+    for module in (quantize_module, kernels):
+        monkeypatch.setattr(module, "row_maximum", lambda x: counted.append(x.shape) or find(x))
+    x, weight, bias, dy = problem(7, 256, 128, dtype)
+    options = {"fmt": fmt, "backward": backward, "emulate": emulate}
+    unified_linear(x, weight, bias, **options)
+    passes = len(counted)
+    itself = QuantizedLinear(quantize(weight.detach(), fmt), None, emulate=emulate).codes(x.detach()) is None
+    # A kernel that makes its codes itself leaves another pass to whoever needs them.
+    assert passes == (0 if fmt.activation_max is None else 1 + (itself and backward != "full"))
+    once = gradients(x, weight, bias, dy, **options)
+    monkeypatch.setattr(QuantizedLinear, "codes", lambda *_: None)
+    twice = gradients(x, weight, bias, dy, **options)
+    assert all(map(torch.equal, once, twice))
