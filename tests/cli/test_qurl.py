@@ -52,7 +52,7 @@ def test_the_settings_files_of_the_package_are_listed_printed_and_trained_with(t
     text = qurl("configs", "quickstart").stdout
     (tmp_path / "mine.yaml").write_text(text)
     assert load_config(tmp_path / "mine.yaml") == load_config(SHIPPED / "quickstart.yaml")
-    assert "there are bench_step" in qurl("configs", "quikstart").stderr
+    assert "there are acr_demo, bench_step" in qurl("configs", "quikstart").stderr
     for name in ("quickstart", "mine.yaml"):
         done = qurl("train", name, "--dry-run", f"output_dir={tmp_path}/runs", "steps=7")
         assert done.exit_code == 0, done.output

@@ -234,14 +234,16 @@ def test_it_tells_what_a_run_would_do_with_a_run_of_its_name(here):
     with open_run_dir(config("output_dir=runs", "seed=3")), going_on:
         dry_run(config("seed=3"), fresh=False)
     assert "mine (new)" in dry_run(config("seed=4"), fresh=False).checked[2]  # that start failed before its first step
-    write(here / "runs" / "mine", 3)
+    task = load_task(config().task, eval_problems=config().evaluation.problems)
+    state = json.dumps({"collector": {"problems": task.digest()}})
+    write(here / "runs" / "mine", 3, state=state)
     before = tree(here)
     assert "mine (its run resumes after step 3)" in dry_run(config("seed=3"), fresh=False).checked[2]
     with pytest.raises(ConfigError, match="with other settings: seed: 3 → 4"):
         dry_run(config("seed=4"), fresh=False)
     assert "mine (its run is moved aside)" in dry_run(config("seed=4"), fresh=True).checked[2]
     assert tree(here) == before
-    write(here / "runs" / "mine", 4)
+    write(here / "runs" / "mine", 4, state=state)
     os.truncate(here / "runs" / "mine" / "checkpoints" / "step-000004" / "loop.json", 0)
     before = tree(here)
     assert "mine (its run resumes after step 3)" in dry_run(config("seed=3"), fresh=False).checked[2]
