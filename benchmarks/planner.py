@@ -101,6 +101,7 @@ EXPERT_PARALLEL: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, experts over 2 ranks": (2, {"backend": "fsdp", "expert_parallel": True}),
     "FSDP2, experts over 4 ranks": (4, {"backend": "fsdp", "expert_parallel": True}),
 }
+"""Learners that are measured with a mixture of experts, too."""
 
 MIXTURE = Shape(
     name="a mixture of 86 M parameters (8 experts, 2 active)",

@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from qurl_ray.config.model import TinyModel
 from qurl_ray.errors import StaleWeights
 from qurl_ray.learner.protocol import EnginePrecision
 from qurl_ray.policy.kv import MaximaRecorder, calibration_ids
-from qurl_ray.policy.tiny import cached_tiny_policy
-from qurl_ray.types import PolicySpec
-from tests.conftest import SUMS, requests_for
+from tests.conftest import requests_for
 from tests.engines.test_kv_cache import learner_of
 from tests.engines.test_torch_engine import weights_of
-from tests.engines.test_vllm_engine import policy, tokenizer  # noqa: F401
+from tests.engines.test_vllm_engine import policy, spec, tokenizer  # noqa: F401
 from tests.engines.vllm_process import EngineProcess
 
 pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
@@ -27,16 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def spec(_quiet_machine) -> PolicySpec:
-    """Two layers whose heads have a width of 32."""
-    config = TinyModel(
-        cold_start=False, layers=2, hidden_size=128, heads=4, kv_heads=2, intermediate_size=256, max_length=384
-    )
-    return PolicySpec(source=str(cached_tiny_policy(config, SUMS, lambda *_: None)))
-
-
-@pytest.fixture(scope="module")
-def engine(spec):
+def engine(spec):  # noqa: F811
     with EngineProcess(spec, slots=8, threads=1, timeout_s=240, kv_cache="fp8") as process:
         yield process
 
@@ -65,7 +53,7 @@ def test_log_probs_are_those_of_the_learner_with_rounded_keys(engine, spec, toke
     assert rounded < 0.1 * full, (rounded, full)
 
 
-def test_each_version_has_the_scales_of_its_weights(engine, spec):
+def test_each_version_has_the_scales_of_its_weights(engine, spec):  # noqa: F811
     for seed, larger in ((0, 1), (1, 64)):
         model = policy(spec, seed)
         with torch.no_grad():

@@ -39,6 +39,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 EXTENSION = "qurl_ray.engines.vllm.worker.WorkerExtension"
 """Class that vLLM mixes into its workers."""
 
+_SETTINGS: dict[str, Any] = {
+    "quantization": "qurl",
+    "load_format": "dummy",  # the first load sends the weights
+    "logprobs_mode": "processed_logprobs",
+    "max_logprobs": 20,
+    "skip_tokenizer_init": True,
+    "generation_config": "vllm",  # no sampling defaults from the model's folder
+    "worker_extension_cls": EXTENSION,
+    "disable_log_stats": True,
+}
+"""vLLM's settings that every engine has."""
+
 _SHARED = 0.01
 """Share of a GPU's memory that must be free for vLLM to start; it has no other effect with `kv_cache_bytes`."""
 
@@ -130,7 +142,7 @@ class VllmEngine:
         self._fixed = on_cuda or graphs
         self._threads, self._timeout_s = threads, timeout_s
         self._keep, self._kernel = tuple(keep), kernel
-        self._settings: dict[str, Any] = {
+        self._settings = _SETTINGS | {
             "model": spec.source,
             "dtype": dtype,
             "tensor_parallel_size": tensor_parallel,
@@ -139,16 +151,8 @@ class VllmEngine:
             "kv_cache_memory_bytes": kv_cache_bytes,
             "kv_cache_dtype": "fp8_e4m3" if kv_cache == "fp8" else "auto",
             "enable_sleep_mode": sleep_mode,
-            "quantization": "qurl",
-            "load_format": "dummy",  # the first load sends the weights
-            "logprobs_mode": "processed_logprobs",
-            "max_logprobs": 20,
             "enforce_eager": not graphs,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # no sampling defaults from the model's folder
-            "worker_extension_cls": EXTENSION,
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
-            "disable_log_stats": True,
         }
         self._overrides = dict(spec.overrides)
         if kv_cache_bytes is not None:
@@ -271,10 +275,12 @@ class VllmEngine:
                     f"version {version}: {name} is {resident:016x} in the engine, {expected[name]:016x} was sent"
                 )
 
-        self._compare_keys(version)
-
     def _compare_keys(self, version: int | None) -> None:
-        """Compare the scales of FP8 keys and values with those that were measured."""
+        """Compare the scales of FP8 keys and values with those that were measured.
+
+        Raises:
+            SyncError: a worker holds other scales.
+        """
         if self._key_scales and any(held != self._key_scales for held in self._server.workers("key_scales")):
             raise SyncError(f"version {version}: scales of its keys and values are not those that were measured")
 
@@ -307,6 +313,7 @@ class VllmEngine:
         self._reset_prefixes()
 
     def _reset_prefixes(self) -> None:
+        """Forget the keys and values of prompts that were computed with other weights or scales."""
         if not self._server.control("reset_prefix_cache"):
             raise EngineError("vLLM did not reset its prefix cache: it would reuse keys of other weights")
 
@@ -413,6 +420,7 @@ class VllmEngine:
         if self._slept:
             try:
                 self._compare(version, self._fingerprints)
+                self._compare_keys(version)
             except SyncError as error:
                 self.version = None
                 raise StaleWeights(f"the engine slept, and {error}") from None
