@@ -3,20 +3,22 @@
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import torch
 
-from qurl_ray.learner.backend import Resident
 from qurl_ray.learner.batching import MiniBatch
-from qurl_ray.policy.adapters import CodedBase
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.quantize import QTensor
 from qurl_ray.quant.units import Unit
 from qurl_ray.rl.objective import ObjectiveSettings
 from qurl_ray.types import Adapters, Completion
+
+if TYPE_CHECKING:  # the coordinator starts without transformers
+    from qurl_ray.learner.backend import Resident
+    from qurl_ray.policy.adapters import CodedBase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Learner(Protocol):
 
     adapters: Adapters | None
     """Adapters, if these alone are trained; None if all parameters are."""
-    coded_base: CodedBase | None
+    coded_base: "CodedBase | None"
     """Codes that take the place of weights for good; None if there are none."""
 
     def named_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor | QTensor]]:
@@ -113,6 +115,6 @@ class Learner(Protocol):
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote, with any number of ranks. The caller has verified the files."""
 
-    def keep_on_device(self, resident: Resident) -> None:
+    def keep_on_device(self, resident: "Resident") -> None:
         """Keep this part on the device, and the rest on the host, until the next call. The initial value is ALL, which
         `learn`, `save` and `load` need; `named_parameters` and `logprobs` need PARAMETERS."""

@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
 
 
-def found(check: str) -> dict:
+def found(*checks: str) -> dict:
     child = subprocess.run(
-        [sys.executable, Path(__file__).with_name("vllm_cuda.py"), check],
+        [sys.executable, Path(__file__).with_name("vllm_cuda.py"), *checks],
         capture_output=True,
         text=True,
         timeout=200,
@@ -27,9 +27,15 @@ def found(check: str) -> dict:
     return json.loads(line.removeprefix("FOUND "))
 
 
+@pytest.fixture(scope="module")
+def quick() -> dict:
+    """The checks of the default suite, for which vLLM is imported once."""
+    return found("memory", "experts")
+
+
 @pytest.mark.slow
 def test_a_product_takes_two_operations_on_a_gpu():
-    assert found("operations") == {
+    assert found("operations")["operations"] == {
         "int8": {
             "kernel": "CutlassInt8ScaledMMLinearKernel",
             "operations": ["dynamic_scaled_int8_quant", "cutlass_scaled_mm"],
@@ -49,15 +55,15 @@ def test_a_product_takes_two_operations_on_a_gpu():
 def test_the_compiler_quantizes_with_the_norm_or_silu_before_a_product():
     """Only the input of o_proj, which attention writes, is quantized by an operation of its own."""
     quantized = ("int8", "fp8", "fp8_block")
-    assert found("layers") == {
+    assert found("layers")["layers"] == {
         "none": 9,
         "forced": dict.fromkeys(quantized, 13),
         "joined": dict.fromkeys(quantized, 10),
     }
 
 
-def test_versions_are_written_where_the_first_was_and_multiply_as_defined():
-    seen = found("memory")
+def test_versions_are_written_where_the_first_was_and_multiply_as_defined(quick):
+    seen = quick["memory"]
     assert {name: (one["moved"], one["wrong"]) for name, one in seen.items()} == dict.fromkeys(seen, (0, 0))
     assert all(
         one["gap"] < 0.03 for one in seen.values()
@@ -71,9 +77,9 @@ def test_versions_are_written_where_the_first_was_and_multiply_as_defined():
     assert seen["fp8_block, all"]["parameters"]["weight_scale"] == [[2, 1], [1, 1]]
 
 
-def test_experts_are_slices_of_one_tensor_which_the_fused_operation_reads():
+def test_experts_are_slices_of_one_tensor_which_the_fused_operation_reads(quick):
     """Its definition, in float64, gives the learner's mixture: places of gate and up, scales, weights of routes."""
-    seen = found("experts")
+    seen = quick["experts"]
     assert list(seen) == ["none", "int8", "fp8", "fp8_block"]
     for name, of_format in seen.items():
         assert (of_format["moved"], of_format["wrong"]) == (False, 0)
@@ -83,7 +89,7 @@ def test_experts_are_slices_of_one_tensor_which_the_fused_operation_reads():
 
 @pytest.mark.slow
 def test_codes_of_activations_are_read_from_products_in_every_layout():
-    for name, (count, differ, further) in found("codes").items():
+    for name, (count, differ, further) in found("codes")["codes"].items():
         assert count == 2000 * {"int8": 32, "fp8": 24, "fp8_block": 128}[name]
         assert differ < 0.01 * count  # in the middle of two codes, the definition here takes another one
         assert further == 0
@@ -91,7 +97,7 @@ def test_codes_of_activations_are_read_from_products_in_every_layout():
 
 @pytest.mark.slow
 def test_a_layer_that_no_kernel_multiplies_is_refused_with_its_name_and_what_works():
-    seen = found("refusals")
+    seen = found("refusals")["refusals"]
     assert seen["blocks"].startswith("model.layers.0.mlp.up cannot be fp8_block here: 192 × 128 weights are not whole")
     assert "set rollout.quantization=fp8" in seen["blocks"]
     assert "model.layers.0.mlp.up cannot be int4 here" in seen["int4"]

@@ -88,6 +88,15 @@ def test_routes_are_those_of_the_torch_engine(engine, spec, mixture):
     assert engine.call("cached_tokens", requests[-1].prompt_ids.tolist()) == 2 * BLOCK
 
 
+def test_prompts_that_do_not_fit_into_one_pass_together_are_answered(engine, spec, mixture):
+    """A part of a prompt would have vLLM turn back a generator, which a CPU's cannot."""
+    send_into(Publisher({}), engine, mixture.named_parameters(), None, version=2)
+    rng, sampling = np.random.default_rng(4), SamplingParams(max_new_tokens=3, ignore_eos=True)
+    prompts = rng.integers(3, 17, size=(SLOTS, 48)).astype(np.int32)  # blocks for all, but tokens for two
+    requests = [Request(uid=str(i), prompt_ids=ids, seed=i, sampling=sampling) for i, ids in enumerate(prompts)]
+    check_routes(spec, mixture, requests, engine.call("generate", requests, version=2))
+
+
 def test_answers_that_are_cancelled_have_the_routes_of_the_tokens_that_they_return(engine, spec, mixture):
     send_into(Publisher({}), engine, mixture.named_parameters(), None, version=3)
     requests = requests_of(9, seed=5)

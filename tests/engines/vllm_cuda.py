@@ -366,14 +366,15 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def main(check: str) -> None:
+def main(*wanted: str) -> None:
     pretend_h100()
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
     checks = (operations, layers, memory, codes, experts, refusals)
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))):
-        sys.stdout.write(f"FOUND {json.dumps({f.__name__: f for f in checks}[check]())}\n")
+        found = {check.__name__: check() for check in checks if check.__name__ in wanted}
+    sys.stdout.write(f"FOUND {json.dumps(found)}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

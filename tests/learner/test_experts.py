@@ -52,6 +52,7 @@ def mixture(mixture_spec):
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.equal_bits
 @pytest.mark.parametrize(("slots", "packing"), [(1, False), (24, True)])
 @pytest.mark.parametrize("format_name", [None, "int8", "fp8", "fp8_block", "int4"])

@@ -37,6 +37,7 @@ SMALL = [
 
 WHOLE = [*SMALL, "steps=4", "checkpoint.every=1", "checkpoint.keep=3", "evaluation.every=3"]
 FOLDED = [*WHOLE, "quantization.uaq_scale=1.5", "learner.lr_final_share=0.1"]
+CERTIFIED = [*FOLDED, "evaluation.certificate={every: 2, prompts: 4}"]
 
 ALONE = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
 """Environment of jobs that start a Ray of their own."""

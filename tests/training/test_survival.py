@@ -59,6 +59,15 @@ def test_processes_are_killed_one_after_the_other_and_the_run_goes_on_by_itself(
 
 
 @pytest.mark.slow
+def test_a_mixture_with_replayed_routes_goes_on_likewise(tmp_path):
+    mixture = ("model.experts=4", "model.intermediate_size=128", "rollout.router_replay=rollout")
+    folder = tmp_path / "undisturbed"
+    whole = finished(start_job(*SETTINGS, *mixture, f"output_dir={folder}"), folder / "run")
+    run_dir = survivor(tmp_path, whole, "ray::RolloutWorker", "ray::RayTrainWorker", settings=mixture)
+    assert said(run_dir, "warning", "the learner restarted and continues from the checkpoint of step")
+
+
+@pytest.mark.slow
 def test_a_killed_driver_is_gone_on_with_by_the_same_command_and_no_other(tmp_path, undisturbed):
     run_dir, settings = tmp_path / "run", [*SETTINGS, f"output_dir={tmp_path}"]
     job = start_job(*settings)

@@ -7,12 +7,13 @@ from filelock import FileLock
 
 from qurl_ray.config import load_config
 from qurl_ray.training.driver.run import RunResult, run
-from tests.training.runs import FOLDED, ROOT
+from tests.training.runs import CERTIFIED, ROOT
 
 
 @pytest.fixture(scope="package")
 def whole(tmp_path_factory) -> RunResult:
-    """An undisturbed run, tracked in MLflow. Tests change only copies of it. Processes of pytest-xdist share it."""
+    """An undisturbed run with certificates, tracked in MLflow. Tests change only copies of it. Processes of pytest-xdist
+    share it."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if folder.name.startswith("popen-") else folder) / "whole"
     folder.mkdir(exist_ok=True)
@@ -21,6 +22,6 @@ def whole(tmp_path_factory) -> RunResult:
             return pickle.loads(found.read_bytes())
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(ROOT))  # a Ray that the run starts finds tests.training.rewards there
-            result = run(load_config(None, [*FOLDED, "tracking.mlflow=true", f"output_dir={folder}"]))
+            result = run(load_config(None, [*CERTIFIED, "tracking.mlflow=true", f"output_dir={folder}"]))
         found.write_bytes(pickle.dumps(result))
         return result

@@ -5,27 +5,20 @@ import torch
 
 from qurl_ray.config import load_config
 from qurl_ray.training.driver.run import run
-from tests.training.driver.test_run import assert_resumed_ends_like
 from tests.training.runs import FOLDED, events, parameters, prompts
 
 pytestmark = pytest.mark.ray
 
-CERTIFIED = [*FOLDED, "evaluation.certificate={every: 2, prompts: 4}"]
+
+@pytest.mark.slow
+def test_a_run_with_certificates_trains_as_one_without(tmp_path, cluster, whole):
+    without = run(load_config(None, [*FOLDED, f"output_dir={tmp_path}"]))
+    assert torch.equal(parameters(whole.policy), parameters(without.policy))
+    assert prompts(whole.run_dir) == prompts(without.run_dir)
 
 
-@pytest.fixture(scope="module")
-def certified(tmp_path_factory, cluster):
-    folder = tmp_path_factory.mktemp("certified")
-    return run(load_config(None, [*CERTIFIED, f"output_dir={folder}", "tracking.mlflow=true"]))
-
-
-def test_a_run_with_certificates_trains_as_one_without(certified, whole):
-    assert torch.equal(parameters(certified.policy), parameters(whole.policy))
-    assert prompts(certified.run_dir) == prompts(whole.run_dir)
-
-
-def test_a_certificate_is_in_metrics_report_and_tracking(certified):
-    every = [line["values"] for line in events(certified.run_dir, "step")]
+def test_a_certificate_is_in_metrics_report_and_tracking(whole):
+    every = [line["values"] for line in events(whole.run_dir, "step")]
     assert [values.get("certificate/pairs") for values in every] == [None, 32, None, 64]
     steps = every[1::2]
     for values in steps:
@@ -33,20 +26,15 @@ def test_a_certificate_is_in_metrics_report_and_tracking(certified):
         assert 0.9 < values["certificate/equal_tokens"] <= 1
         assert 0.9 < values["certificate/gradient_cosine"] < 1
         assert values["time/certificate"] > 0
-    told = [line["message"] for line in events(certified.run_dir, "info")]
+    told = [line["message"] for line in events(whole.run_dir, "info")]
     assert sum(message.startswith("certificate: at 95 %, quantization costs at most") for message in told) == 2
-    assert "Cost of quantization" in (certified.run_dir / "report.html").read_text()
+    assert "Cost of quantization" in (whole.run_dir / "report.html").read_text()
 
     from mlflow import MlflowClient
 
-    client = MlflowClient(f"sqlite:///{certified.run_dir.parent}/mlflow.db")
-    history = client.get_metric_history(certified.summary["mlflow_run_id"], "certificate/cost_most")
+    client = MlflowClient(f"sqlite:///{whole.run_dir.parent}/mlflow.db")
+    history = client.get_metric_history(whole.summary["mlflow_run_id"], "certificate/cost_most")
     assert [point.value for point in history] == [values["certificate/cost_most"] for values in steps]
-
-
-@pytest.mark.slow  # by default: resumes of runs in test_run.py, and the session's costs in test_session.py
-def test_a_run_with_certificates_is_resumed_to_the_bit(tmp_path, certified):
-    assert_resumed_ends_like(certified, tmp_path, CERTIFIED)
 
 
 TERNARY = [

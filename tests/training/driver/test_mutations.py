@@ -19,7 +19,7 @@ from qurl_ray.runs.checkpoint import Checkpoint
 from qurl_ray.tracking.tracker import Tracker
 from qurl_ray.training.driver.run import rewound, run
 from qurl_ray.training.driver.run_dir import open_run_dir
-from tests.training.runs import FOLDED, events, forget_after, parameters
+from tests.training.runs import CERTIFIED, events, forget_after, parameters
 
 pytestmark = pytest.mark.ray
 
@@ -101,7 +101,7 @@ def check(interrupted: Path, folder: Path, seed: int) -> str:
     """Damage a copy of the run and resume it as the driver does, up to where Ray would start. Return how that ended."""
     run_dir, chance = copied(interrupted, folder), random.Random(seed)
     what = f"seed {seed}: {hurt(run_dir, chance)}"
-    config = resolve(load_config(None, [*FOLDED, f"output_dir={folder}"]), submitted=False)
+    config = resolve(load_config(None, [*CERTIFIED, f"output_dir={folder}"]), submitted=False)
     try:
         with open_run_dir(config) as place:
             assert place.resume, f"{what}: started from zero"
@@ -145,11 +145,11 @@ def test_no_damage_changes_a_result_silently(tmp_path, interrupted, count):
 @pytest.mark.equal_bits
 @pytest.mark.parametrize("seed", range(2000, 2012))
 def test_whole_runs_with_damaged_files_end_like_the_undamaged_one(tmp_path, cluster, interrupted, seed):
-    whole = run(load_config(None, [*FOLDED, f"output_dir={copied(interrupted, tmp_path / 'whole').parent}"]))
+    whole = run(load_config(None, [*CERTIFIED, f"output_dir={copied(interrupted, tmp_path / 'whole').parent}"]))
     run_dir = copied(interrupted, tmp_path / "damaged")
     what = hurt(run_dir, random.Random(seed))
     try:
-        resumed = run(load_config(None, [*FOLDED, f"output_dir={run_dir.parent}"]))
+        resumed = run(load_config(None, [*CERTIFIED, f"output_dir={run_dir.parent}"]))
     except QurlError:
         return
     same = ("steps", "accuracy_before", "accuracy_after", "accuracy_after_quantized", "eval_problems", "max_rho")
