@@ -12,8 +12,8 @@ from tests.training.runs import CERTIFIED, ROOT
 
 @pytest.fixture(scope="package")
 def whole(tmp_path_factory) -> RunResult:
-    """An undisturbed run with certificates, tracked in MLflow. Tests change only copies of it. Processes of pytest-xdist
-    share it."""
+    """An undisturbed run with certificates, tracked in MLflow. Tests change only copies of it. Processes of
+    pytest-xdist share it."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if folder.name.startswith("popen-") else folder) / "whole"
     folder.mkdir(exist_ok=True)
