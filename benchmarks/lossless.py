@@ -4,12 +4,16 @@ SmolLM2-135M-Instruct draws answers at temperature 1 to the problems of its sett
 are streams, on two engines that take turns. Each round has other problems. Lossless answers must equal those of full
 precision bit for bit. On a machine with other work, the ratio of processor time, with one thread, tells more.
 
+Then two whole runs, in full precision and without loss, learn side by side with a thread for each process, so that other
+work delays both. Their parameters must be equal, bit for bit.
+
 The figures go to benchmarks/results/lossless.json after every round; a second call makes only missing ones. `make
 smollm2` installs the weights.
 """
 
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,6 +23,8 @@ import engines
 import numpy as np
 import torch
 import typer
+from cells import Arm, cell
+from resume import parameters
 from shared import RESULTS, ROOT, Figures
 
 from qurl_ray.config.load import load_config
@@ -31,6 +37,16 @@ from qurl_ray.types import Completion, Request, SamplingParams
 from qurl_ray.weights.local import load_into
 
 CONFIG = ROOT / "qurl_ray" / "configs" / "smollm2_135m.yaml"
+ARMS = [
+    Arm(name=name, settings=(f"rollout.lossless={lossless}",), color="")
+    for name, lossless in (("full precision", "false"), ("lossless", "true"))
+]
+FEW = (
+    *("rollout.quantization=none", "algorithm.correction=ignore", "quantization.uaq_scale=1", "rollout.slots=2"),
+    *("rollout.prompts_per_step=2", "algorithm.dynamic_sampling=false", "rollout.threads=1", "learner.threads=1"),
+    *("evaluation.problems=8", "checkpoint.every=0"),
+)
+"""Settings of whole runs: two answers at a time."""
 
 
 class Counted(Drafter):
@@ -45,11 +61,35 @@ class Counted(Drafter):
         return self.counts[-1]
 
 
+def learn(steps: int, runs: Path) -> dict[str, float]:
+    """Return what two whole runs took, full precision over lossless, after their parameters were compared."""
+    runs.mkdir(parents=True, exist_ok=True)
+    config = str(CONFIG.relative_to(ROOT))
+
+    def made(arm: Arm) -> Path:
+        run = cell("lossless", config, (*FEW, f"steps={steps}"), arm, 0, runs, quiet=True)
+        assert run
+        phases = run.summary["phase_seconds"]
+        seconds[arm.name] = {"training": run.summary["train_seconds"], "rollouts": phases["rollout"]}
+        return Path(run.summary["policy"])
+
+    seconds: dict[str, dict[str, float]] = {}
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(made, ARMS)
+    assert torch.equal(parameters(first), parameters(second))
+    full, lossless = (seconds[arm.name] for arm in ARMS)
+    return {f"{what}, full precision over lossless": full[what] / lossless[what] for what in full} | {
+        f"{what}, s, {name}": value for name, figures in seconds.items() for what, value in figures.items()
+    }
+
+
 def main(
     streams: Annotated[str, typer.Option(help="Numbers of answers at a time.")] = "1,2,4",
     rounds: Annotated[int, typer.Option(help="Rounds of both engines, for each of them.")] = 5,
     new_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 64,
     threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 2,
+    steps: Annotated[int, typer.Option(help="Steps of the whole runs; 0 leaves them out.")] = 60,
+    runs: Annotated[Path, typer.Option(help="Where the whole runs are kept.")] = ROOT / "runs" / "lossless",
     out: Annotated[Path, typer.Option(help="The JSON file.")] = RESULTS / "lossless.json",
 ) -> None:
     """Time the rounds that are missing, and write their figures."""
@@ -109,6 +149,8 @@ def main(
         for what in ("lossless over full precision", "lossless over full precision, processor time"):
             ratios = figures.values[f"{count} streams, {what}"]
             figures.keep(f"{count} streams, median of {what}", statistics.median(ratios))
+    if steps:
+        figures.keep(f"whole runs of {steps} steps", learn(steps, runs.resolve()))
 
 
 if __name__ == "__main__":
