@@ -29,6 +29,7 @@ FULL = Arm(
 )
 COMMON = (
     "steps=60",
+    "rollout.prompts_per_step=64",
     "quantization.uaq_scale=1",
     "guard.enabled=false",
     "evaluation.problems=1620",

@@ -4,7 +4,7 @@ SmolLM2-135M-Instruct draws answers at temperature 1 to the problems of its sett
 are streams, on two engines that take turns. Each round has other problems. Lossless answers must equal those of full
 precision bit for bit. On a machine with other work, the ratio of processor time, with one thread, tells more.
 
-Then two whole runs, in full precision and without loss, learn side by side with a thread for each process, so that other
+Then two whole runs, in full precision and without loss, learn side by side, a thread for each process, so that other
 work delays both. Their parameters must be equal, bit for bit.
 
 The figures go to benchmarks/results/lossless.json after every round; a second call makes only missing ones. `make
