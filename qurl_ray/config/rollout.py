@@ -41,9 +41,10 @@ class RolloutConfig(Section):
     and a float32 per tensor; E2M1, and E4M3, with a power of two per 32 columns. A format without a kernel on the
     device is emulated in float32, which saves no time; these four always are."""
     lossless: bool = False
-    """Draft tokens with INT8 codes, which the engine makes of its weights in full precision, and keep what these
-    verify: tokens and log-probs are those of `quantization=none`, bit for bit, and come sooner where few answers are
-    decoded at a time. Needs quantization=none, engine=torch, device=cpu and dtype=float32."""
+    """While the weights are in full precision, draft tokens with INT8 codes, which the engine makes of them, and keep
+    what the weights verify: tokens and log-probs are those of full precision, bit for bit, and come sooner where few
+    answers are decoded at a time. With quantization=none that is in every step, else where the guard has rollouts in
+    full precision, and in evaluations and certificates. Needs engine=torch, device=cpu and dtype=float32."""
     engine: str = Field("torch", description=f"Engine that generates: {ENGINES.help()}.")
     vllm: VllmConfig = VllmConfig()
     device: Literal["cpu", "cuda"] = "cpu"
@@ -150,11 +151,6 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"lossless needs drafts that are drawn with the noise of their places, which the sampler of "
                 f"engine={self.engine} cannot share: use engine={engines}"
-            )
-        if self.quantization != "none":
-            raise ValueError(
-                f"lossless draws what full precision draws, and its own codes draft: set quantization=none, not "
-                f"{self.quantization}"
             )
         if (self.device, self.dtype) != ("cpu", "float32"):
             raise ValueError(

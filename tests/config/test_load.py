@@ -359,7 +359,6 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
             "rollout: {cuda_graphs: true}",
             "cuda_graphs needs engine=torch or vllm and device=cuda, not engine=torch and device=cpu",
         ),
-        ("rollout: {lossless: true}", "and its own codes draft: set quantization=none, not int8"),
         (
             "rollout: {lossless: true, quantization: none, engine: vllm}",
             "the sampler of engine=vllm cannot share: use engine=torch",

@@ -11,6 +11,6 @@ def plain(spec: PolicySpec, options: EngineOptions) -> TorchEngine:
 
 
 def drafting(spec: PolicySpec, options: EngineOptions) -> TorchEngine:
-    """It drafts for every pass. By time, it would not for a tiny policy."""
-    Drafter.count = lambda self, rows, most: min(most, 3)  # type: ignore[method-assign]
+    """It drafts for every pass in full precision. By time, it would not for a tiny policy."""
+    Drafter.count = lambda self, rows, most: min(most, 3) if self._forward else 0  # type: ignore[method-assign]
     return TorchEngine(spec, slots=4, drafts=True)

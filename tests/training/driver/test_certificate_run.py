@@ -50,6 +50,7 @@ TERNARY = [
 @pytest.mark.slow
 def test_weights_with_three_values_are_found_out_and_the_guard_rolls_out_without_them(tmp_path, cluster):
     settings = ["evaluation.certificate.every=1", "guard.cost_max=0.02", "guard.reward_min=null", "steps=12"]
+    settings += ["rollout.engine=tests.training.engines:drafting"]  # which drafts where weights are in full precision
     result = run(load_config(None, [*TERNARY, *settings, f"output_dir={tmp_path}"]))
     steps = [line["values"] for line in events(result.run_dir, "step")]
     warnings = [
@@ -60,6 +61,8 @@ def test_weights_with_three_values_are_found_out_and_the_guard_rolls_out_without
     first = next(place for place, values in enumerate(steps) if values["guard/level"] == 3)
     assert steps[first - 1]["certificate/cost_least"] > 0.02
     assert steps[first - 1]["certificate/equal_tokens"] < 0.5
+    drafted = ["rollout/tokens_per_pass" in values for values in steps]
+    assert drafted == [False, *(values["guard/level"] == 3 for values in steps[:-1])]
     pairs = [values.get("certificate/pairs") for values in steps]
     assert pairs[:first] == [128 * (place + 1) for place in range(first)]
     assert pairs[first : first + 3] == [None, None, 128]  # in full precision there is nothing to certify
