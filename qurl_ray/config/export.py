@@ -9,10 +9,9 @@ from qurl_ray.config.section import Section
 class ExportConfig(Section):
     """Export of the final policy, which is always saved in full precision, under policy/."""
 
-    quantized: Literal["auto", "none", "int8", "fp8", "fp8_block", "int4", "mxfp4", "mxfp8"] = "auto"
+    quantized: Literal["auto", "none", "int8", "fp8", "fp8_block", "int4", "nvfp4", "mxfp4", "mxfp8"] = "auto"
     """Format of an additional compressed-tensors checkpoint that is saved and evaluated: `none` exports none; `auto`
-    exports the rollouts' format if it is int8 or fp8, which stock vLLM was tried with; any other exports that format.
-    `nvfp4` cannot be exported: vLLM takes one outer scale for the linears that it fuses."""
+    exports the rollouts' format if it is int8 or fp8, which stock vLLM was tried with; another exports that format."""
 
     def format(self, rollouts: FormatName) -> FormatName:
         """Return the format of the exported checkpoint for rollouts in that format; "none" is no export."""

@@ -38,7 +38,7 @@ class RolloutConfig(Section):
     activations; `fp8` is 8-bit floats (E4M3) with the same scales; `fp8_block` is E4M3 with one scale per block of 128
     × 128 weights and per 128 activations of a token; `int4`, `nvfp4`, `mxfp4` and `mxfp8` are of the weights
     only: 4-bit integers (-7 to 7) with one scale per 128 columns; 4-bit floats (E2M1) with an E4M3 scale per 16 columns
-    and a float32 per tensor; E2M1, and E4M3, with a power of two per 32 columns. A format without a kernel on the
+    and a power of two per tensor; E2M1, and E4M3, with a power of two per 32 columns. A format without a kernel on the
     device is emulated in float32, which saves no time; these four always are."""
     lossless: bool = False
     """While the weights are in full precision, draft tokens with INT8 codes, which the engine makes of them, and keep

@@ -11,12 +11,15 @@ linears are quantized, the safetensors hold the codes under "<linear>.weight" an
 | int4 | pack-quantized | weight_packed, eight in an int32 | float32 [N, K / 128] |
 | mxfp4 | mxfp4-pack-quantized | weight_packed, two in a byte | exponents, uint8 [N, K / 32] |
 | mxfp8 | mxfp8-quantized | weight | exponents, uint8 [N, K / 32] |
+| nvfp4 | nvfp4-pack-quantized | weight_packed, two in a byte | E4M3 [N, K / 16]; weight_global_scale, float32 [1] |
 
-NVFP4 is not exported: vLLM fuses q, k, v, and gate and up, and would multiply them with one outer scale for all.
+The global scale of NVFP4 is the reciprocal of the outer one. vLLM multiplies q, k, v, and gate and up, with the largest
+that it finds among them (CompressedTensorsW4A4Fp4 in vLLM 0.32), so they share one here. Outer scales are powers of
+two: the values stay those of the engines (Format.alike).
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +39,9 @@ from qurl_ray.quant.formats import FORMATS, Format, get_format
 from qurl_ray.quant.quantize import QTensor, quantize
 from qurl_ray.quant.units import units
 
-_SCALE, _SHAPE = "_scale", "_shape"  # appended to a weight's name
+_SCALE, _SHAPE, _GLOBAL = "_scale", "_shape", "_global_scale"  # appended to a weight's name
+_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+"""Linears of a module that vLLM multiplies as one, by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,8 @@ def quantized_folder(
         )
     quantized = units(model, keep)
     ignored = [unit.module for name, unit in units(model).items() if name not in quantized]
+    together = fused(quantized)
+    held: dict[str, QTensor] = {}
     with policy_folder(model, tokenizer, folder, _SETTINGS[fmt.name] | {"ignore": ignored}) as add:
 
         def take(name: str, parameter: torch.Tensor) -> None:
@@ -104,8 +111,13 @@ def quantized_folder(
             if name not in quantized:
                 add(name, value)
                 return
-            for stored, tensor in _stored(name, quantize(value, fmt)).items():
-                add(stored, tensor)
+            held[name] = quantize(value, fmt)
+            if not held.keys() >= set(together[name]):
+                return
+            weights = {each: held.pop(each) for each in together[name]}
+            for each, parts in zip(weights, fmt.alike([q.parts for q in weights.values()]), strict=True):
+                for stored, tensor in _stored(each, QTensor.of(parts, fmt)).items():
+                    add(stored, tensor)
 
         yield take
 
@@ -142,7 +154,8 @@ def read_quantized(folder: Path) -> QuantizedPolicy:
         tensors |= load_file(part)
     fmt = get_format(name)
     weights = [key.removesuffix(_SCALE) for key in tensors if key.endswith(".weight" + _SCALE)]
-    if not weights or not tensors.keys() >= {_codes_name(weight, fmt) for weight in weights}:
+    needed = {_codes_name(weight, fmt) for weight in weights} | {weight + _GLOBAL for weight in weights if fmt.whole}
+    if not weights or not tensors.keys() >= needed:
         raise QuantizationError(f"{folder} lacks codes or scales of its linears; export the policy again")
     if not fmt.codec:
         fmt = get_format(name, max(int(tensors[key].float().abs().max()) for key in weights))
@@ -150,6 +163,19 @@ def read_quantized(folder: Path) -> QuantizedPolicy:
     held: dict[str, torch.Tensor | QTensor] = {**tensors, **codes}
     own = {name_of_stored(settings["model_type"], key): value for key, value in held.items()}
     return QuantizedPolicy(fmt=fmt, parameters=own)
+
+
+def fused(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return for each weight the names of those that vLLM multiplies together with it, itself included."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        groups.setdefault(_group(name), []).append(name)
+    return {name: group for group in groups.values() for name in group}
+
+
+def _group(name: str) -> tuple[str, str]:
+    module, _, part = name.removesuffix(".weight").rpartition(".")
+    return module, _FUSED.get(part, part)
 
 
 def _matches(given: dict, expected: dict) -> bool:
@@ -168,6 +194,9 @@ def _codes_name(name: str, fmt: Format) -> str:
 def _stored(name: str, q: QTensor) -> dict[str, torch.Tensor]:
     """Return the tensors of a weight in a checkpoint, by their names."""
     codes, scale = q.codes, q.scale
+    if q.fmt.whole:
+        outer = {name + _GLOBAL: 1 / q.more[0][0]}
+        return {name + "_packed": codes, name + _SCALE: scale.view(torch.float8_e4m3fn), **outer}
     if q.fmt.name == "int4":
         return {name + "_packed": codes.view(torch.int32), name + _SCALE: scale, name + _SHAPE: torch.tensor(q.shape)}
     return {_codes_name(name, q.fmt): codes, name + _SCALE: scale}
@@ -177,6 +206,9 @@ def _read(tensors: dict[str, torch.Tensor], name: str, fmt: Format) -> QTensor:
     """Take the tensors of a weight out of a checkpoint's, and return its codes; the inverse of `_stored`."""
     tensors.pop(name + _SHAPE, None)
     codes, scale = tensors.pop(_codes_name(name, fmt)), tensors.pop(name + _SCALE)
+    if fmt.whole:
+        outer_N1 = (1 / tensors.pop(name + _GLOBAL)).expand(len(codes), 1).contiguous()
+        return QTensor.of([codes, scale.view(torch.uint8), outer_N1], fmt)
     return QTensor.of([codes.view(torch.uint8), scale if scale.dtype == torch.uint8 else scale.float()], fmt)
 
 
@@ -192,6 +224,8 @@ def _settings(fmt: Format, form: str, bits: int = 8, kind: str = "float") -> dic
         weights = {"strategy": "group", "group_size": fmt.group}
     if fmt.codec and kind == "float":
         weights["scale_dtype"] = "torch.uint8"
+    if fmt.whole:
+        weights |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
     group = {"targets": ["Linear"], "weights": common | weights | {"dynamic": False}}
     if fmt.activation_max:
         group["input_activations"] = common | inputs | {"dynamic": True}
@@ -210,5 +244,6 @@ _SETTINGS = {
     "int4": _settings(FORMATS["int4"], "pack-quantized", bits=4, kind="int"),
     "mxfp4": _settings(FORMATS["mxfp4"], "mxfp4-pack-quantized", bits=4),
     "mxfp8": _settings(FORMATS["mxfp8"], "mxfp8-quantized"),
+    "nvfp4": _settings(FORMATS["nvfp4"], "nvfp4-pack-quantized", bits=4),
 }
 """`quantization_config` of each format that can be exported, by name, without `ignore`."""

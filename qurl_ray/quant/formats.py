@@ -46,6 +46,9 @@ class Codec(Protocol):
     def cut(self, shape: Sequence[int], rows: Range, columns: Range, fmt: "Format") -> tuple[tuple[slice, slice], ...]:
         """See Format.cut."""
 
+    def alike(self, weights: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+        """See Format.alike. Only formats with a scale of the whole tensor need it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
@@ -96,6 +99,11 @@ class Format:
             scales = scales[0], self._blocks(columns, shape[1], self.group, "columns")
         return (slice(*rows), slice(*columns)), scales
 
+    def alike(self, weights: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+        """Return the arrays of weights with one scale of the whole tensor for all, where the format has such scales.
+        Values stay the same, but those of blocks that are minute beside the largest may be rounded."""
+        return self.codec.alike(weights) if self.codec and self.whole else [tuple(parts) for parts in weights]
+
     def check_width(self, name: str, width: int) -> None:
         """Raise QuantizationError if groups of columns do not divide a weight of this name and number of columns."""
         if self.group and width % self.group and self.rows == 1:
@@ -125,11 +133,13 @@ class Blocks:
     |---|---|---|
     | float32 | a / weight_max | codes, steps |
     | e8m0 | 2^(floor(log2 a) − floor(log2 weight_max)) | codes, exponents |
-    | e4m3 | E4M3(a / weight_max / outer) · outer, outer = max a / (448 · weight_max) | codes, E4M3, outer [N, 1] |
+    | e4m3 | E4M3(a / weight_max / outer) · outer | codes, E4M3, outer [N, 1] |
 
     A code is w / step, rounded to nearest; with E8M0, the largest may exceed weight_max, and become it. Blocks that are
-    too small for a step are zeros. `outer` belongs to the tensor; each row has it, so that tensors can be fused. It is
-    the reciprocal of a float32, 448 · weight_max / max a, which is what checkpoints hold.
+    too small for a step are zeros. `outer` belongs to the tensor, though each row has it, so that tensors can be fused.
+    For the largest magnitude A it is
+    2^(floor(log2 A) + 1 − floor(log2(448 · weight_max))), so that no scale exceeds 448. NVIDIA's is A / (448 ·
+    weight_max). A power of two rounds no step, and can be exchanged for another one without changing a step.
     """
 
     element: Element
@@ -156,13 +166,21 @@ class Blocks:
         (rows, columns), byte, single = shape, np.dtype(np.uint8), np.dtype(np.float32)
         codes = FormatPart(byte, (rows, columns // self.element.in_byte))
         scales = FormatPart(single if self.scale == "float32" else byte, (rows, columns // (fmt.group or 1)))
-        return (codes, scales, FormatPart(single, (rows, 1))) if fmt.whole else (codes, scales)
+        return (codes, scales, FormatPart(single, (rows, 1))) if self.scale == "e4m3" else (codes, scales)
 
     def cut(self, shape: Sequence[int], rows: Range, columns: Range, fmt: Format) -> tuple[tuple[slice, slice], ...]:
         blocks = fmt._blocks(columns, shape[1], fmt.group or 1, "columns")
         codes = slice(columns[0] // self.element.in_byte, columns[1] // self.element.in_byte)
         places = (slice(*rows), codes), (slice(*rows), blocks), (slice(*rows), slice(0, 1))
-        return places if fmt.whole else places[:2]
+        return places if self.scale == "e4m3" else places[:2]
+
+    def alike(self, weights: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+        # The largest: no step can exceed 448. Steps below 2^-6 of it are subnormal in E4M3, with fewer bits.
+        outer = torch.stack([outer_N1.amax() for _, _, outer_N1 in weights]).amax()
+        return [
+            (codes, E4M3.codes(E4M3.values(scales) * (outer_N1 / outer)), outer.expand(outer_N1.shape).contiguous())
+            for codes, scales, outer_N1 in weights
+        ]
 
     def _scales(self, amax_NG: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, ...]:
         if self.scale == "e8m0":
@@ -171,9 +189,9 @@ class Blocks:
         step_NG = amax_NG / amax_NG.new_full((), fmt.weight_max)
         if self.scale == "float32":
             return (torch.where(step_NG == 0, 1.0, step_NG),)
-        inverse = amax_NG.new_full((), E4M3_MAX * fmt.weight_max) / amax_NG.max()
-        inverse = torch.where(inverse.isinf(), 1.0, inverse)
-        return E4M3.codes(step_NG * inverse), (1 / inverse).expand(len(amax_NG), 1).contiguous()
+        amax_N1 = amax_NG.max().expand(len(amax_NG), 1)
+        outer_N1 = e8m0_values(e8m0_scale(amax_N1, E4M3_MAX * fmt.weight_max // 2))
+        return E4M3.codes(step_NG / outer_N1), outer_N1
 
     def _steps(self, scales: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.scale == "float32":

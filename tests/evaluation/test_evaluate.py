@@ -38,7 +38,7 @@ def figures(report: Report) -> tuple:
     return report.quantization, report.kernels, report.accuracy, report.avg_at_k, report.pass_at_k
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "nvfp4"])
 def test_an_exported_policy_is_evaluated_with_the_codes_that_it_holds(model, tokenizer, tmp_path, monkeypatch, name):
     fmt = taken(name)
     save_policy(model, tokenizer, tmp_path / "policy")

@@ -21,7 +21,7 @@ from qurl_ray.policy.logprobs import token_logprobs
 from qurl_ray.policy.save import save_policy
 from qurl_ray.quant.formats import FORMATS, get_format
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.quant.quantize import QTensor, dequantize
+from qurl_ray.quant.quantize import QTensor, dequantize, quantize
 from qurl_ray.quant.uaq import fold
 from qurl_ray.quant.units import units
 from qurl_ray.types import PolicySpec
@@ -30,7 +30,7 @@ from tests.conftest import SUMS, taken
 
 KEEP = (r"(^|\.)lm_head\.",)
 EXPORTED = [get_format("int8"), get_format("int8", 63)]
-EXPORTED += [get_format(name) for name in ("fp8", "fp8_block", "int4", "mxfp4", "mxfp8")]
+EXPORTED += [get_format(name) for name in ("fp8", "fp8_block", "int4", "mxfp4", "mxfp8", "nvfp4")]
 names = lambda fmt: f"{fmt.name}-{fmt.weight_max}"  # noqa: E731
 
 
@@ -75,16 +75,21 @@ def test_the_file_holds_the_codes_that_a_sync_sends_also_under_update_aware_scal
     stored = load_file(tmp_path / "policy" / "model.safetensors")
     quantized = units(model, KEEP)
     sent = {payload.name: payload.parts for payload in published(model.named_parameters(), fmt, quantized)[1]}
-    packed, shapes = "_packed" * (fmt.name in ("int4", "mxfp4")), {f"{name}_shape" for name in quantized}
+    packed = "_packed" * (fmt.name in ("int4", "mxfp4", "nvfp4"))
     codes = {name: f"{name}{packed}" if name in quantized else name for name in sent}
-    scales = {f"{name}_scale" for name in quantized}
-    assert set(stored) == {*codes.values(), *scales, *(shapes if fmt.name == "int4" else ())}
+    more = {"int4": ["_shape"], "nvfp4": ["_global_scale"]}.get(fmt.name, [])
+    assert set(stored) == {*codes.values(), *(name + part for name in quantized for part in ["_scale", *more])}
     for name, parts in sent.items():
         if name in quantized:
             assert stored[codes[name]].dtype == (torch.int32 if fmt.name == "int4" else fmt.dtype)
             np.testing.assert_array_equal(stored[codes[name]].view(torch.uint8).numpy(), parts[0])
-            scale = stored[f"{name}_scale"].numpy()
-            np.testing.assert_array_equal(scale, parts[1].view(scale.dtype))
+            scale = stored[f"{name}_scale"]
+            if fmt.name == "nvfp4":  # of another outer scale
+                scale = scale.float() / stored[f"{name}_global_scale"]
+                own = torch.from_numpy(parts[1]).view(torch.float8_e4m3fn).float()
+                assert torch.equal(scale, own * parts[2].view(np.float32))
+            else:
+                np.testing.assert_array_equal(scale.numpy(), parts[1].view(scale.numpy().dtype))
         else:
             np.testing.assert_array_equal(stored[name].numpy(), parts[0].view(np.float32))
 
@@ -101,7 +106,12 @@ def test_what_is_read_is_what_was_written(model, tokenizer, tmp_path, fmt):
     quantized = units(model, KEEP)
     sent, _ = published(model.named_parameters(), fmt, quantized)
     again, _ = published(found.parameters.items(), found.fmt, set())
-    assert {r.name: r for r in again} == {r.name: r for r in sent}  # fingerprints among the rest
+    if fmt.name != "nvfp4":  # whose scales are of another outer scale
+        assert {r.name: r for r in again} == {r.name: r for r in sent}  # fingerprints among the rest
+    for name, parameter in model.named_parameters():
+        value = found.parameters[name]
+        expected = dequantize(quantize(parameter, fmt)) if name in quantized else parameter
+        assert torch.equal(dequantize(value) if name in quantized else value, expected), name
 
 
 @pytest.mark.parametrize("fmt", EXPORTED, ids=names)
@@ -119,10 +129,24 @@ def test_stock_transformers_loads_it_and_finds_our_weights(model, tokenizer, tmp
         assert torch.equal(loaded[name], expected), name
 
 
-def test_an_nvfp4_policy_is_not_exported(model, tokenizer, tmp_path):
-    with pytest.raises(QuantizationError, match="nvfp4 cannot be exported yet, only int8, fp8, fp8_block, int4, mxfp4"):
-        save_quantized(model, tokenizer, tmp_path / "policy", FORMATS["nvfp4"], KEEP)
-    assert not list(tmp_path.iterdir())
+def test_linears_that_vllm_fuses_share_an_outer_scale_in_nvfp4(odd_model, tokenizer, tmp_path):
+    fmt, layers = FORMATS["nvfp4"], [f"model.layers.{layer}" for layer in (0, 1)]
+    together = [[f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"] for layer in layers]
+    together += [[f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")] for layer in layers]
+    parameters = dict(odd_model.named_parameters())
+    with torch.no_grad():
+        for group, names in enumerate(together):
+            for power, name in enumerate(names):
+                parameters[name].mul_(2.0 ** (group - 2 * power))
+    own = {name: quantize(parameters[name], fmt).more[0].max() for names in together for name in names}
+    assert all(len({float(own[name]) for name in names}) == len(names) for names in together)
+    save_quantized(odd_model, tokenizer, tmp_path, fmt, KEEP)
+    stored, read = load_file(tmp_path / "model.safetensors"), read_quantized(tmp_path).parameters
+    for names in together:
+        assert {float(stored[f"{name}_global_scale"]) for name in names} == {float(1 / max(map(own.get, names)))}
+        for name in names:
+            assert torch.equal(dequantize(read[name]), dequantize(quantize(parameters[name], fmt))), name
+    assert len({float(value) for name, value in stored.items() if name.endswith("_global_scale")}) > 2
 
 
 def test_a_checkpoint_quantized_in_another_way_is_not_read(model, tokenizer, tmp_path):
