@@ -39,7 +39,7 @@ from qurl_ray.types import Request, SamplingParams
 
 Part = Literal["truth", "learning"]
 CONFIG = ROOT / "qurl_ray" / "configs" / "smollm2_135m.yaml"
-FORMATS = ("int8", "fp8", "fp8_block", "int4", "nvfp4", "mxfp4", "mxfp8")
+FORMATS = ("int8", "fp8", "fp8_block", "int4", "nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8")
 CLIP = (0.8, 1.28)
 ARMS = (
     Arm(name="off", settings=("quantization.equalize=false",), color="#777777"),

@@ -302,7 +302,7 @@ def test_codes_are_read_from_products_and_other_ones_are_noticed(name, dtype):
 
     def multiply(x):
         codes, amax = quantize_rows(x.float(), fmt)
-        return dequantize_rows(codes, amax, fmt)[:, :48].to(x.dtype)
+        return dequantize_rows((codes, amax), fmt)[:, :48].to(x.dtype)
 
     assert differing(multiply, size, fmt, 40, cpu, dtype) == [40 * 48, 0, 0]
 

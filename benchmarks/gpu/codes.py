@@ -34,7 +34,7 @@ _ROUNDING = 2e-5
 def run(bench: Bench) -> None:
     without = lacks("vllm")
     for name in bench.scale.formats:
-        if name == "none" or FORMATS[name].activation_max is None:
+        if name == "none" or FORMATS[name].activation_max is None or FORMATS[name].activations:
             continue
         if figures := bench.attempt(f"torch, {name}", partial(ours, bench, name)):
             bench.add(f"torch, {name}", figures, summary(figures))

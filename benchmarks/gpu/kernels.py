@@ -78,7 +78,7 @@ def products(bench: Bench, fmt: Format, N: int, K: int) -> Figures:
         x_MK, dy_MN = new(M, K).to(kind).requires_grad_(), (1e-3 * new(M, N)).to(kind)
         y_MN = unified_linear(x_MK, weight_NK, None, fmt=fmt, backward="quantized")
         dx_MK, dw_NK = torch.autograd.grad(y_MN, (x_MK, weight_NK), dy_MN)
-        seen_MK = dequantize_rows(*quantize_rows(x_MK.detach().float(), fmt), fmt)  # WGrad rounds this once more
+        seen_MK = dequantize_rows(quantize_rows(x_MK.detach().float(), fmt), fmt)  # WGrad rounds this once more
         expected = {
             "FProp": (y_MN, exact_rows(x_MK, fmt) @ w.t()),
             "DGrad": (dx_MK, exact_rows(dy_MN, fmt) @ w),
@@ -107,7 +107,10 @@ def exact_weight(q: QTensor) -> torch.Tensor:
 def exact_rows(x_MK: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return activations as they are rounded before a product, if they are, float64 [M, K]."""
     x_MK = x_MK.detach().float()
-    return exact(*quantize_rows(x_MK, fmt), fmt) if fmt.activation_max else x_MK.double()
+    if fmt.activation_max is None:
+        return x_MK.double()
+    codes = quantize_rows(x_MK, fmt)
+    return dequantize_rows(codes, fmt).double() if fmt.activations else exact(*codes, fmt)
 
 
 def exact(codes_MK: torch.Tensor, amax_MG: torch.Tensor, fmt: Format) -> torch.Tensor:

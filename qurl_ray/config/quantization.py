@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from qurl_ray.config.section import Section
 
-_EQUALIZED = ("int8", "fp8", "int4", "nvfp4")
+_EQUALIZED = ("int8", "fp8", "int4", "nvfp4", "nvfp4_w4a4")
 """Formats that `equalize: auto` is for: those that it makes truer (docs/results.md)."""
 
 
@@ -26,8 +26,9 @@ class QuantizationConfig(Section):
     """Number of layers, up to the last, whose linears also stay in full precision."""
     equalize: bool | Literal["auto"] = "auto"
     """Equalization of channels: before codes are made, each channel of a linear's input is divided by a power of two
-    and its weights multiplied by it, so that codes are truer at the same speed. `auto`: for int8, fp8, int4 and nvfp4,
-    where the architecture is known; true: for every format, and an error if the architecture is not known."""
+    and its weights multiplied by it, so that codes are truer at the same speed. `auto`: for int8, fp8, int4, nvfp4 and
+    nvfp4_w4a4, where the architecture is known; true: for every format, and an error if the architecture is not known.
+    """
     equalize_every: int = Field(20, ge=1)
     """Steps from one look at the factors of `equalize` to the next. They follow the activations of the samples of that
     step's first update."""

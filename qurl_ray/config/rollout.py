@@ -7,14 +7,14 @@ from pydantic import Field, field_validator, model_validator
 from qurl_ray.config.section import Section
 from qurl_ray.tables import ENGINES, EngineEntry
 
-FormatName = Literal["none", "int8", "fp8", "fp8_block", "int4", "nvfp4", "mxfp4", "mxfp8"]
+FormatName = Literal["none", "int8", "fp8", "fp8_block", "int4", "nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8"]
 """Number formats of quantized linears; the help is at RolloutConfig.quantization."""
-FOUR_BIT_FLOATS = ("nvfp4", "mxfp4")
+FOUR_BIT_FLOATS = ("nvfp4", "nvfp4_w4a4", "mxfp4")
 """Formats with codes that are floats of 4 bits."""
 FOUR_BIT = ("int4", *FOUR_BIT_FLOATS)
 """Formats with codes of 4 bits."""
-WEIGHT_ONLY = (*FOUR_BIT, "mxfp8")
-"""Formats that leave activations in full precision, and have no kernel."""
+EMULATED = (*FOUR_BIT, "mxfp8")
+"""Formats without a kernel."""
 
 _START_S, _CAPTURE_START_S = 180.0, 900.0  # vLLM's first start on a machine compiles for minutes
 
@@ -38,8 +38,9 @@ class RolloutConfig(Section):
     activations; `fp8` is 8-bit floats (E4M3) with the same scales; `fp8_block` is E4M3 with one scale per block of 128
     × 128 weights and per 128 activations of a token; `int4`, `nvfp4`, `mxfp4` and `mxfp8` are of the weights
     only: 4-bit integers (-7 to 7) with one scale per 128 columns; 4-bit floats (E2M1) with an E4M3 scale per 16 columns
-    and a power of two per tensor; E2M1, and E4M3, with a power of two per 32 columns. A format without a kernel on the
-    device is emulated in float32, which saves no time; these four always are."""
+    and a power of two per tensor; E2M1, and E4M3, with a power of two per 32 columns. `nvfp4_w4a4` is nvfp4 with
+    activations in the same form, a power of two per token. A format without a kernel on the device is emulated in
+    float32, which saves no time; these five always are."""
     lossless: bool = False
     """While the weights are in full precision, draft tokens with INT8 codes, which the engine makes of them, and keep
     what the weights verify: tokens and log-probs are those of full precision, bit for bit, and come sooner where few

@@ -16,7 +16,7 @@ from qurl_ray.config.lora import LoraConfig
 from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.config.placement import Placement, check_placement, check_transport, with_offload
 from qurl_ray.config.quantization import QuantizationConfig
-from qurl_ray.config.rollout import FOUR_BIT_FLOATS, WEIGHT_ONLY, FormatName, RolloutConfig
+from qurl_ray.config.rollout import EMULATED, FOUR_BIT_FLOATS, FormatName, RolloutConfig
 from qurl_ray.config.section import Section, with_default_types
 from qurl_ray.config.sync import SyncConfig
 from qurl_ray.config.task import ArithmeticTask, TaskConfig
@@ -45,8 +45,8 @@ class RunConfig(Section):
     """Precision of training compared with rollouts: `rollout_only` trains in full precision and corrects for the
     difference (QuRL); `unified` trains through the same codes as the engines, which with
     rollout.quantization=fp8_block, gradients included, is Jet-RL; `unified_int8` is `unified` with
-    rollout.quantization=int8. With nvfp4 and mxfp4 the default is `unified`, unless adapters are trained: a published
-    run with NVFP4 in rollouts alone collapsed (https://arxiv.org/abs/2607.15810)."""
+    rollout.quantization=int8. With nvfp4, nvfp4_w4a4 and mxfp4 the default is `unified`, unless adapters are trained: a
+    published run with NVFP4 in rollouts alone collapsed (https://arxiv.org/abs/2607.15810)."""
     placement: Placement = "disaggregated"
     """GPUs of engines and learner: `disaggregated` gives engines GPUs of their own; `colocated` puts them on the GPUs
     of the learner's ranks. Unless these hold both at the same time, they take turns: engines sleep while the learner
@@ -130,7 +130,7 @@ class RunConfig(Section):
                 f"rollout.engine={rollout.engine} multiplies codes with kernels that return 16 bits: set "
                 "rollout.dtype=bfloat16 or float16, or quantization.kernel=emulation, which saves no time"
             )
-        if rollout.quantization in WEIGHT_ONLY:
+        if rollout.quantization in EMULATED:
             raise ValueError(
                 f"rollout.engine={rollout.engine} on CUDA has no kernel for {rollout.quantization} whose codes can be "
                 "written in place: take fp8 or int8, or quantization.kernel=emulation, which saves no time"
@@ -180,7 +180,7 @@ class RunConfig(Section):
                 "quantization.backward=quantized needs the square blocks of rollout.quantization=fp8_block; other "
                 "formats have straight_through and full"
             )
-        if rollout.processes > 1 and rollout.quantization in ("int8", "fp8"):
+        if rollout.processes > 1 and rollout.quantization in ("int8", "fp8", "nvfp4_w4a4"):
             raise ValueError(
                 f"{flow} computes activations as one process does: with rollout.vllm.tensor_parallel="
                 f"{rollout.vllm.tensor_parallel}, each quantizes its part of a row by the range of that part; take "

@@ -72,6 +72,8 @@ class Format:
     """Number of output channels that share a weight scale. If above 1, the last block of either kind may be smaller."""
     activation_group: int | None = None
     """Number of columns that share an activation scale; None means one scale per token."""
+    activations: "Format | None" = None
+    """Format of activations whose arrays are its own, a row for each token; None means codes of `dtype` and maxima."""
 
     codec: Codec | None = None
     """Arrays of its own; None means a byte per code, and a float32 scale per block of `rows` × `group` codes."""
@@ -136,8 +138,8 @@ class Blocks:
     | e4m3 | E4M3(a / weight_max / outer) · outer | codes, E4M3, outer [N, 1] |
 
     A code is w / step, rounded to nearest; with E8M0, the largest may exceed weight_max, and become it. Blocks that are
-    too small for a step are zeros. `outer` belongs to the tensor, though each row has it, so that tensors can be fused.
-    For the largest magnitude A it is
+    too small for a step are zeros. `outer` belongs to the tensor (Format.whole), though each row has it, so that
+    tensors can be fused; or else to the row. For the largest magnitude A in it, it is
     2^(floor(log2 A) + 1 − floor(log2(448 · weight_max))), so that no scale exceeds 448. NVIDIA's is A / (448 ·
     weight_max). A power of two rounds no step, and can be exchanged for another one without changing a step.
     """
@@ -189,7 +191,7 @@ class Blocks:
         step_NG = amax_NG / amax_NG.new_full((), fmt.weight_max)
         if self.scale == "float32":
             return (torch.where(step_NG == 0, 1.0, step_NG),)
-        amax_N1 = amax_NG.max().expand(len(amax_NG), 1)
+        amax_N1 = amax_NG.max().expand(len(amax_NG), 1) if fmt.whole else amax_NG.amax(dim=1, keepdim=True)
         outer_N1 = e8m0_values(e8m0_scale(amax_N1, E4M3_MAX * fmt.weight_max // 2))
         return E4M3.codes(step_NG / outer_N1), outer_N1
 
@@ -225,7 +227,7 @@ FORMATS = {
         rows=128,
         activation_group=128,
     ),
-    # Those below are weight-only and emulated everywhere.
+    # Those below are emulated everywhere, and weight-only but for nvfp4_w4a4.
     "int4": _in_blocks("int4", INT4, group=128, scale="float32"),
     # An E4M3 scale per 16 codes, below a float32 (Pretraining LLMs with NVFP4, https://arxiv.org/abs/2509.25149).
     "nvfp4": _in_blocks("nvfp4", E2M1, group=16, scale="e4m3"),
@@ -233,6 +235,14 @@ FORMATS = {
     "mxfp4": _in_blocks("mxfp4", E2M1, group=32, scale="e8m0"),
     "mxfp8": _in_blocks("mxfp8", E4M3, group=32, scale="e8m0"),
 }
+_NVFP4 = FORMATS["nvfp4"]
+FORMATS["nvfp4_w4a4"] = replace(
+    _NVFP4,
+    name="nvfp4_w4a4",
+    activation_max=_NVFP4.weight_max,
+    activation_group=_NVFP4.group,
+    activations=replace(_NVFP4, whole=False),
+)
 
 
 def get_format(name: str, weight_max: int | None = None) -> Format:

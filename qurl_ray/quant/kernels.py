@@ -21,8 +21,8 @@ are called that often.
 The three CUDA kernels were compared with float64 on an H200 (docs/gpu.md). The products for gradients through FP8
 blocks are in a table of their own, in quant/training.py.
 
-There is no kernel for the weight-only formats: torch's `_weight_int4pack_mm` takes only bfloat16 on CUDA, and on CPUs
-it is slower than emulation. Nor is there a kernel for FP8 on CPUs, where `scaled_mm` exists but is slower than the
+There is no kernel for formats with blocks of columns: torch's `_weight_int4pack_mm` takes only bfloat16 on CUDA, and on
+CPUs it is slower than emulation. Nor is there a kernel for FP8 on CPUs, where `scaled_mm` exists but is slower than the
 product in float32 (docs/LOG.md).
 """
 
@@ -41,13 +41,9 @@ from torch.nn.functional import ScalingType, pad
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.quantize import QTensor, fused_kernels, quantize_rows_int8, row_codes, row_maximum
+from qurl_ray.quant.quantize import Codes, QTensor, fused_kernels, quantize_rows_int8, row_codes, row_maximum
 
 warnings.filterwarnings("ignore", message="torch.quantize_per_tensor")  # on the future of fbgemm's type of tensor
-
-
-Codes = tuple[torch.Tensor, torch.Tensor]
-"""Codes of activations and the maxima of their groups, as `row_codes` returns them."""
 
 
 class Kernel(ABC):

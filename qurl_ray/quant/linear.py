@@ -13,8 +13,8 @@ from qurl_ray.errors import StaleWeights
 from qurl_ray.numerics.products import linear
 from qurl_ray.quant.elements import floats
 from qurl_ray.quant.formats import Format
-from qurl_ray.quant.kernels import IN_PLACE, Codes, kernel_for, named_kernel
-from qurl_ray.quant.quantize import QTensor, dequantize, dequantize_rows, quantize_rows
+from qurl_ray.quant.kernels import IN_PLACE, kernel_for, named_kernel
+from qurl_ray.quant.quantize import Codes, QTensor, dequantize, dequantize_rows, quantize_rows
 
 _ROWS = 5
 """Rows with which a packed weight is compared with the one before."""
@@ -37,9 +37,10 @@ def reference_linear(
     bias = None if bias is None else bias.float()
     if q.fmt.activation_max is None:
         return linear(x, dequantize(q), bias).to(dtype)
-    rows, amax = codes or quantize_rows(x, q.fmt)
+    codes = codes or quantize_rows(x, q.fmt)
     if q.fmt.activation_group:
-        return linear(dequantize_rows(rows, amax, q.fmt), dequantize(q), bias).to(dtype)
+        return linear(dequantize_rows(codes, q.fmt).view(x.shape), dequantize(q), bias).to(dtype)
+    rows, amax = codes
     # One factor after the other, in the order of the integer kernels, so that both round alike.
     y = linear(rows, floats(q.codes)) * (q.scale[:, 0] * q.fmt.activation_step) * amax
     return (y if bias is None else y + bias).to(dtype)

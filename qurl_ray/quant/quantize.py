@@ -68,6 +68,8 @@ def shared(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+Codes = tuple[torch.Tensor, ...]
+"""Codes of activations and the maxima of their groups, or the arrays of `Format.activations`: see `quantize_rows`."""
 _MIDDLE = 128.0
 _MIDDLE_TENSOR = torch.tensor(_MIDDLE)  # made once: every product of INT8 codes needs it
 _ONE_APART = 1.5 * 2.0**23
@@ -185,12 +187,15 @@ def dequantize(q: QTensor) -> torch.Tensor:
     return floats(q.codes) * scale
 
 
-def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dynamic codes of activations: (codes as float32 [M, K], maxima [M, groups]), by default a group per token.
+def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> Codes:
+    """Return dynamic codes of activations: (codes as float32 [M, K], maxima [M, groups]), by default a group per token;
+    or the arrays of `fmt.activations`.
 
     x ≈ codes * maximum / activation_max. The range comes from the row alone, so a row's codes never depend on the
     batch. Groups of zeros stay zeros.
     """
+    if fmt.activations and fmt.activations.codec:
+        return fmt.activations.codec.encode(x_MK.reshape(-1, x_MK.shape[-1]), fmt.activations)
     columns = x_MK.shape[-1]
     group = fmt.activation_group or columns
     x_MGg = filled(x_MK, 0, -columns % group).unflatten(-1, (-1, group))
@@ -204,7 +209,7 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.
     return codes, amax_MG1[..., 0]
 
 
-def row_codes(x_MK: torch.Tensor, fmt: Format, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def row_codes(x_MK: torch.Tensor, fmt: Format, rows: int | None = None) -> Codes:
     """Return `quantize_rows` of any float type, with codes of the format's type; on CUDA in one pass over x.
 
     Args:
@@ -214,8 +219,8 @@ def row_codes(x_MK: torch.Tensor, fmt: Format, rows: int | None = None) -> tuple
     columns, group = x_MK.shape[1], fmt.activation_group
     if (fused := _fused(x_MK, fmt, group)) and columns % (group or columns) == 0:
         return fused.codes_of_rows(x_MK, fmt, rows)
-    codes, amax = quantize_rows(filled(x_MK.float(), 0, 0, 0, rows - len(x_MK)), fmt)
-    return codes.to(fmt.dtype), amax
+    codes, *scales = quantize_rows(filled(x_MK.float(), 0, 0, 0, rows - len(x_MK)), fmt)
+    return codes.to(fmt.dtype), *scales
 
 
 @functools.cache
@@ -235,7 +240,7 @@ def fused_kernels(device: torch.device, dtype: torch.dtype) -> Any:
 
 def _fused(x: torch.Tensor, fmt: Format, group: int | None) -> Any:
     """Return quant/fused.py if it quantizes such values in groups of so many columns, or whole rows; else None."""
-    fused = fused_kernels(x.device, fmt.dtype)
+    fused = None if fmt.codec else fused_kernels(x.device, fmt.dtype)
     return fused if fused and (group or x.shape[1] <= fused.WIDEST) else None
 
 
@@ -249,11 +254,14 @@ def quantize_rows_int8(x_MK: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, t
     return shifted.add_(_ONE_APART - _MIDDLE).view(torch.int32).to(torch.int8), amax_M1
 
 
-def dequantize_rows(codes_MK: torch.Tensor, amax_MG: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return float32 [M, K], the inverse of `quantize_rows` except for rounding."""
+def dequantize_rows(codes: Codes, fmt: Format) -> torch.Tensor:
+    """Return float32 [M, K], the inverse of `quantize_rows`, or of `row_codes`, except for rounding."""
+    if fmt.activations and fmt.activations.codec:
+        return fmt.activations.codec.decode(codes, fmt.activations)
+    codes_MK, amax_MG = codes
     columns = codes_MK.shape[-1]
     scale_MG = amax_MG * fmt.activation_step
-    return codes_MK * scale_MG.repeat_interleave(fmt.activation_group or columns, dim=-1)[..., :columns]
+    return floats(codes_MK) * scale_MG.repeat_interleave(fmt.activation_group or columns, dim=-1)[..., :columns]
 
 
 def row_maximum(x_MK: torch.Tensor) -> torch.Tensor:

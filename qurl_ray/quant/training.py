@@ -18,14 +18,11 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.quant.elements import floats
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.kernels import ScaledMmBlock, column_major
 from qurl_ray.quant.linear import QuantizedLinear
-from qurl_ray.quant.quantize import QTensor, dequantize_rows, filled, fused_kernels, quantize_rows
+from qurl_ray.quant.quantize import Codes, QTensor, dequantize_rows, filled, fused_kernels, quantize_rows
 
-CodesAndMaxima = tuple[torch.Tensor, torch.Tensor]
-"""Codes of rows and the maximum of each group, as `quantize_rows` returns them. Codes may have the format's type."""
 _Sizes = tuple[int, int, int]
 """M, N, K."""
 _BLOCK = ScaledMmBlock()
@@ -43,22 +40,22 @@ class Emulation:
         return None
 
     def gradients(
-        self, dy_MN: torch.Tensor, q: QTensor | None, x: CodesAndMaxima | None, fmt: Format
+        self, dy_MN: torch.Tensor, q: QTensor | None, x: Codes | None, fmt: Format
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return (dx = dy · W, [M, K] of dy's dtype; dW = dyᵀ · x, float32 [N, K]), None for that of an operand None.
 
         Args:
             q: W, whose blocks are square.
-            x: `quantize_rows` of x [M, K].
+            x: `row_codes` of x [M, K].
         """
         dx = QuantizedLinear(transposed(q), None, emulate=self._emulate)(dy_MN) if q else None
         return dx, self._of_weight(dy_MN, x, fmt) if x else None
 
-    def _of_weight(self, dy_MN: torch.Tensor, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
+    def _of_weight(self, dy_MN: torch.Tensor, x: Codes, fmt: Format) -> torch.Tensor:
         """Return dW."""
-        x_MK = dequantize_rows(floats(x[0]), x[1], fmt)
+        x_MK = dequantize_rows(x, fmt)
         dy, x = across_tokens(dy_MN, fmt), across_tokens(x_MK, fmt)
-        return functional.linear(dequantize_rows(*dy, fmt), dequantize_rows(*x, fmt))
+        return functional.linear(dequantize_rows(dy, fmt), dequantize_rows(x, fmt))
 
 
 class ByScaledMm(Emulation):
@@ -70,9 +67,10 @@ class ByScaledMm(Emulation):
     def objection(self, fmt: Format, device: torch.device, shape: _Sizes | None = None) -> str | None:
         return _BLOCK.objection(fmt, device, shape and shape[1:])
 
-    def _of_weight(self, dy_MN: torch.Tensor, x: CodesAndMaxima, fmt: Format) -> torch.Tensor:
+    def _of_weight(self, dy_MN: torch.Tensor, x: Codes, fmt: Format) -> torch.Tensor:
         dy_NM, dy_scale = _operand(dy_MN, None, fmt)
-        x_KM, x_scale = _operand(*x, fmt)
+        codes_MK, amax_MG = x
+        x_KM, x_scale = _operand(codes_MK, amax_MG, fmt)
         return functional.scaled_mm(dy_NM, x_KM.t(), dy_scale, _VECTOR, x_scale, _VECTOR, output_dtype=torch.float32)
 
 
@@ -89,7 +87,7 @@ def transposed(q: QTensor) -> QTensor:
     return QTensor(codes=codes, scale=q.scale.t().contiguous(), fmt=q.fmt)
 
 
-def across_tokens(x_MK: torch.Tensor, fmt: Format) -> CodesAndMaxima:
+def across_tokens(x_MK: torch.Tensor, fmt: Format) -> Codes:
     """Return `quantize_rows` of columns: (codes as float32 [K, M], maxima [K, M / activation_group, rounded up]).
 
     Here the range does depend on which tokens share a group. The gradient of a weight therefore depends, within the
@@ -99,7 +97,7 @@ def across_tokens(x_MK: torch.Tensor, fmt: Format) -> CodesAndMaxima:
     return quantize_rows(x_MK.float().t().contiguous(), fmt)
 
 
-def _operand(x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format) -> CodesAndMaxima:
+def _operand(x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format) -> Codes:
     """Return codes [K, M padded to whole groups], and scales, as scaled_mm needs them for dW.
 
     Args:
@@ -109,7 +107,7 @@ def _operand(x_MK: torch.Tensor, amax_MG: torch.Tensor | None, fmt: Format) -> C
     if fused and fmt.activation_group == fused.TOKENS:
         codes_KM, amax_KG = fused.codes_of_columns(x_MK, amax_MG, fmt)
     else:
-        values_MK = x_MK if amax_MG is None else dequantize_rows(floats(x_MK), amax_MG, fmt)
+        values_MK = x_MK if amax_MG is None else dequantize_rows((x_MK, amax_MG), fmt)
         codes_KM, amax_KG = across_tokens(values_MK, fmt)
         groups = max(1, -(-len(x_MK) // 128))
         codes_KM = filled(codes_KM, 0, groups * 128 - len(x_MK)).to(fmt.dtype)

@@ -24,7 +24,6 @@ from torch.autograd.function import once_differentiable
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.numerics.products import product_with
-from qurl_ray.quant.elements import floats
 from qurl_ray.quant.equalize import Factors
 from qurl_ray.quant.formats import Format
 from qurl_ray.quant.linear import QuantizedLinear
@@ -169,7 +168,7 @@ def _forward(
             return how.factors.outputs(linear(x)), (x_MK,) if saves else ()
         codes = linear.codes(x)
         parts = [part.reshape(-1, part.shape[-1])[: len(x_MK)] for part in codes or row_codes(x_MK, how.fmt)]
-        return how.factors.outputs(linear(x, codes)), (parts[0].to(how.fmt.dtype), parts[1])
+        return how.factors.outputs(linear(x, codes)), (parts[0].to(how.fmt.dtype), *parts[1:])
 
 
 def _gradients(
@@ -195,7 +194,6 @@ def _gradients(
         held = how.factors.weight(weight[0].float()) if full else dequantize(how.codes(weight))
         dx = product_with(dy_MN.float(), held)
     if inputs:
-        codes_MK, *amax_MG = inputs
-        x_MK = dequantize_rows(floats(codes_MK), amax_MG[0], how.fmt) if amax_MG else codes_MK.float()
+        x_MK = dequantize_rows(inputs, how.fmt) if len(inputs) > 1 else inputs[0].float()
         dw = dy_MN.float().t() @ x_MK
     return dx, dw

@@ -378,6 +378,14 @@ def test_what_a_weight_transfer_cannot_do_is_refused(overrides, reason):
             "precision_flow: unified\nrollout: {engine: vllm, dtype: bfloat16, vllm: {tensor_parallel: 2}}",
             "tensor_parallel=2, each quantizes its part of a row by the range of that part; take fp8_block",
         ),
+        (
+            "rollout: {quantization: nvfp4_w4a4, engine: vllm, vllm: {tensor_parallel: 2}}",
+            "tensor_parallel=2, each quantizes its part of a row by the range of that part; take fp8_block",
+        ),
+        (
+            "rollout: {device: cuda, engine: vllm, dtype: bfloat16, quantization: nvfp4_w4a4}",
+            "no kernel for nvfp4_w4a4 whose",
+        ),
     ],
 )
 def test_engines_that_could_not_do_it_are_refused(load, text, reason):
@@ -709,6 +717,7 @@ def test_a_format_has_its_backward(load, settings, backward):
     ("settings", "flow"),
     [
         ("rollout: {quantization: mxfp4}", "unified"),
+        ("rollout: {quantization: nvfp4_w4a4}", "unified"),
         ("rollout: {quantization: mxfp4}\nprecision_flow: rollout_only", "rollout_only"),
         ("rollout: {quantization: mxfp4}\nlearner: {lora: {rank: 4}}", "rollout_only"),
         ("rollout: {quantization: mxfp8}", "rollout_only"),

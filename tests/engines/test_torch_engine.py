@@ -24,7 +24,7 @@ from tests.conftest import arrays_of, requests_for, taken
 from tests.engines.damage import dropped, swapped, transposed
 
 KEEP = (r"lm_head\.",)
-FORMATS = ["none", "int8", "fp8", "fp8_block", "int4", "nvfp4", "mxfp4", "mxfp8"]
+FORMATS = ["none", "int8", "fp8", "fp8_block", "int4", "nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8"]
 
 
 def weights_of(model, format_name: str, version: int = 1):
@@ -320,6 +320,7 @@ def test_the_kernel_in_use_is_announced(tiny_spec, model):
 
 def test_an_unknown_format_is_an_error():
     with pytest.raises(
-        QuantizationError, match="unknown format 'int9'; known: int8, fp8, fp8_block, int4, nvfp4, mxfp4, mxfp8"
+        QuantizationError,
+        match="unknown format 'int9'; known: int8, fp8, fp8_block, int4, nvfp4, mxfp4, mxfp8, nvfp4_w4a4",
     ):
         get_format("int9")

@@ -58,6 +58,7 @@ FULL = (2e-5, 5e-6)
 TOLERANCE = {
     "none": FULL,
     **dict.fromkeys(("int4", "nvfp4", "mxfp4", "mxfp8"), FULL),
+    "nvfp4_w4a4": (0.3, 6e-3),
     "int8": (0.15, 2e-3),
     "fp8": (0.3, 4e-3),
     "fp8_block": (0.3, 6e-3),
@@ -154,7 +155,7 @@ def long_work(tokenizer, count: int = 100):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("format_name", ["none", "int8", "fp8", "fp8_block", "int4"])
+@pytest.mark.parametrize("format_name", ["none", "int8", "fp8", "fp8_block", "int4", "nvfp4_w4a4"])
 def test_log_probs_agree_with_the_learner_through_the_same_codes(engine, spec, tokenizer, format_name, temperature):
     model = policy(spec)
     engine.call("load", *weights_of(model, format_name))

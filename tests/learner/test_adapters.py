@@ -31,7 +31,7 @@ from tests.learner.test_torch_backend import groups
 from tests.ranks import run_ranks
 
 LORA = Adapters(rank=6, alpha=9.0, targets=("all_linear",))
-FORMATS = ("int8", "fp8", "fp8_block", "int4", "nvfp4")
+FORMATS = ("int8", "fp8", "fp8_block", "int4", "nvfp4", "nvfp4_w4a4")
 
 
 def adapted(

@@ -32,6 +32,7 @@ BACKWARDS = {
     "fp8": "straight_through",
     "int4": "full",
     "nvfp4": "straight_through",
+    "nvfp4_w4a4": "straight_through",
     "mxfp4": "straight_through",
     "mxfp8": "full",
 }

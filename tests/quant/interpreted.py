@@ -68,7 +68,9 @@ def main(folder: Path) -> None:
     def quantized(x: torch.Tensor) -> dict[tuple[str, Any], Any]:
         found: dict[tuple[str, Any], Any] = {("transposed", None): fused.transposed_codes(x.to(torch.int8))}
         for name, fmt in FORMATS.items():
-            if fmt.codec is None and x.shape[1] % (fmt.group or 1) == 0:
+            if fmt.codec:
+                continue
+            if x.shape[1] % (fmt.group or 1) == 0:
                 found["blocks", name] = fused.codes_of_blocks(x, fmt)
             if fmt.activation_max and x.shape[1] % (fmt.activation_group or 1) == 0:
                 found["rows", name] = fused.codes_of_rows(x, fmt, len(x) + 3)

@@ -12,12 +12,12 @@ import torch
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from compressed_tensors.quantization import quant_scheme
 from compressed_tensors.quantization.lifecycle.forward import quantize as their_codes
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp, generate_gparam
 from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import FORMATS
-from qurl_ray.quant.quantize import dequantize, quantize
+from qurl_ray.quant.quantize import dequantize, dequantize_rows, quantize, quantize_rows
 from tests.quant.grid import E4M3
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -146,6 +146,48 @@ def step_of_parts(q) -> torch.Tensor:
     if q.fmt.name == "nvfp4":
         return q.parts[1].view(torch.float8_e4m3fn).float() * q.parts[2]
     return torch.exp2(q.parts[1].float() - 127)
+
+
+W4A4 = FORMATS["nvfp4_w4a4"]
+
+
+@pytest.mark.parametrize("data", ["random", "wide", "edges", "small edges", "zeros"])
+def test_activations_in_nvfp4_are_those_of_plain_python_for_each_token_by_itself(data):
+    x = {
+        "random": lambda: blocks("nvfp4", 2000, 7),
+        "wide": lambda: blocks("nvfp4", 2000, 8, widest=20),
+        "edges": lambda: edges("nvfp4")[:-1],
+        "small edges": lambda: edges("nvfp4")[:-1].clamp(-500, 500) * 2.0**-140,
+        "zeros": lambda: torch.zeros(8, 16),
+    }[data]()
+    x = x[: len(x) // 8 * 8].view(-1, 128)
+    found = quantize_rows(x, W4A4)
+    for row, *parts in zip(x, *found, dequantize_rows(found, W4A4), strict=True):
+        codes, steps, values = (torch.tensor(part[0]) for part in reference([row.tolist()], "nvfp4"))
+        assert torch.equal(unpacked(parts[0][None], "nvfp4")[0].int(), codes.int())
+        assert torch.equal(parts[1].view(torch.float8_e4m3fn).float() * parts[2], steps.float())
+        assert torch.equal(parts[3], values.float())
+
+
+def test_activations_in_nvfp4_are_those_of_compressed_tensors():
+    x, args = blocks("nvfp4", 10_000, 9, widest=3).view(50, -1), quant_scheme.NVFP4["input_activations"]
+    codes, scales, outer = quantize_rows(x, W4A4)
+    for row, *parts in zip(x, codes, scales, 1 / outer, strict=True):
+        step, _ = compute_dynamic_scales_and_zp(row[None], args, torch.nn.Module(), global_scale=parts[2])
+        assert torch.equal(step.float()[0], parts[1].view(torch.float8_e4m3fn).float())
+        with torch.compiler.set_stance("force_eager"):
+            theirs = their_codes(row[None], step.float(), None, args, global_scale=parts[2])
+        assert torch.equal(pack_fp4_to_uint8(theirs)[0], parts[0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_activation_in_nvfp4_that_is_not_finite_shows_in_its_token_alone(bad):
+    x = blocks("nvfp4", 40, 10).view(5, -1)
+    expected = dequantize_rows(quantize_rows(x, W4A4), W4A4)
+    x[2, 100] = bad
+    found = dequantize_rows(quantize_rows(x, W4A4), W4A4)
+    assert not found[2].isfinite().any()
+    assert torch.equal(found[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])

@@ -160,7 +160,7 @@ def test_maxima_are_those_of_what_the_linears_read():
         assert torch.equal(columns[site.writer], weights.abs().amax(dim=0))
 
 
-@pytest.mark.parametrize("format_name", ["int8", "fp8", "int4", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("format_name", ["int8", "fp8", "int4", "fp8_block", "nvfp4", "nvfp4_w4a4"])
 @pytest.mark.parametrize("backward", ["straight_through", "full"])
 def test_a_unified_linear_has_the_engines_bits_and_the_straight_gradient(format_name, backward):
     torch.manual_seed(1)
@@ -179,7 +179,7 @@ def test_a_unified_linear_has_the_engines_bits_and_the_straight_gradient(format_
     if backward == "straight_through":  # what the forward pass multiplied, without the factors
         seen_w = dequantize(quantize(seen_w * reads / writes[:, None], fmt)) / reads * writes[:, None]
         if fmt.activation_max:
-            seen_x = dequantize_rows(*quantize_rows(seen_x / reads, fmt), fmt) * reads
+            seen_x = dequantize_rows(quantize_rows(seen_x / reads, fmt), fmt) * reads
     assert torch.allclose(x.grad, dy @ seen_w, rtol=1e-4, atol=1e-3)
     assert torch.allclose(weight.grad, dy.t() @ seen_x, rtol=1e-4, atol=1e-3)
 
@@ -215,7 +215,7 @@ def test_an_unknown_architecture_has_no_factors_or_an_error():
 
 def test_auto_equalizes_what_it_makes_truer():
     truer = {name for name in FORMATS if QuantizationConfig().equalizes(name)}
-    assert truer == {"int8", "fp8", "int4", "nvfp4"}
+    assert truer == {"int8", "fp8", "int4", "nvfp4", "nvfp4_w4a4"}
     assert all(QuantizationConfig(equalize=True).equalizes(name) for name in FORMATS)
     assert not any(QuantizationConfig(equalize=False).equalizes(name) for name in FORMATS)
 

@@ -72,7 +72,7 @@ def test_codes_of_activations_are_the_definitions(quantized, matrix):
 def test_codes_of_columns_are_the_definitions(quantized, matrix):
     (x, found), fmt = (part[matrix] for part in quantized), FORMATS["fp8_block"]
     codes, amax = quantize_rows(x, fmt)
-    for key, values in (("columns", x), ("columns of codes", dequantize_rows(codes, amax, fmt))):
+    for key, values in (("columns", x), ("columns of codes", dequantize_rows((codes, amax), fmt))):
         expected, maxima = across_tokens(values, fmt)
         same_rows(found[key, "fp8_block"], (filled(expected, 0, -len(x) % 128), maxima))
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant import kernels, unified
 from qurl_ray.quant import quantize as quantize_module
-from qurl_ray.quant.formats import FORMATS, get_format
+from qurl_ray.quant.formats import FORMATS, Blocks, get_format
 from qurl_ray.quant.kernels import KERNELS
 from qurl_ray.quant.linear import QuantizedLinear, reference_linear, weight_max_code
 from qurl_ray.quant.quantize import QTensor, dequantize, quantize
@@ -27,7 +27,7 @@ BLOCK = FORMATS["fp8_block"]
 HERE = [get_format(name, weight_max_code(fmt, CPU)) for name, fmt in FORMATS.items()]
 """The formats as an engine on this CPU uses them."""
 MODES = [("fp8_block", "quantized"), *((name, "straight_through") for name in FORMATS), ("int8", "full")]
-BLOCKS = ("nvfp4", "mxfp4", "mxfp8")
+BLOCKS = ("nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8")
 """Formats whose codes tests/quant/test_blocks.py computes once more."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -81,11 +81,17 @@ def rounded(
     return values
 
 
+def alone(x: torch.Tensor) -> np.ndarray:
+    """Activations in NVFP4, each token as a matrix of one row."""
+    return torch.cat([dequantize(quantize(row[None].detach(), FORMATS["nvfp4"])) for row in x]).numpy()
+
+
 def products(x, weight, bias, dy, name: str, backward: str) -> dict[str, np.ndarray]:
     """y, dx and dW of a format and a backward, from what papers and docstrings say of them."""
     top = {"int8": 127, "fp8": 448, "fp8_block": 448}.get(name, 7)
     if name in BLOCKS:
-        Q_w, Q_x = dequantize(quantize(weight, FORMATS[name])).double().numpy(), x.detach().double().numpy()
+        Q_w = dequantize(quantize(weight, FORMATS[name])).double().numpy()
+        Q_x = alone(x) if name == "nvfp4_w4a4" else x.detach().double().numpy()
     elif name == "fp8_block":
         Q_w, Q_x = rounded(weight, name, top, 128, 128), rounded(x, name, top, 1, 128)
     else:
@@ -233,7 +239,9 @@ def test_straight_through_is_autograd_through_the_dequantized_product(name):
     y, dx, dw = gradients(x, weight, bias, dy, fmt=fmt, backward="straight_through", emulate=True)
     Q_w = dequantize(quantize(weight, fmt)) if name in BLOCKS else None
     Q_w = rounded(weight, name, fmt.weight_max, fmt.rows, fmt.group) if Q_w is None else Q_w.numpy()
-    Q_x = rounded(x, name, fmt.activation_max, 1, fmt.activation_group) if fmt.activation_max else x.detach().numpy()
+    Q_x = alone(x) if fmt.activations else x.detach().numpy()
+    if fmt.activation_max and not fmt.activations:
+        Q_x = rounded(x, name, fmt.activation_max, 1, fmt.activation_group)
     leaves = [torch.tensor(value, dtype=torch.float32, requires_grad=True) for value in (Q_x, Q_w)]
     expected = torch.nn.functional.linear(*leaves, bias)
     expected.backward(dy)
@@ -310,6 +318,7 @@ def kept(x, weight, **options) -> dict[torch.dtype, int]:
         ("fp8", "straight_through", 1 + 4 / 640),
         ("int8", "straight_through", 1 + 4 / 640),
         ("int4", "straight_through", 2),
+        ("nvfp4_w4a4", "straight_through", 1 / 2 + 1 / 16 + 4 / 640),
         ("fp8_block", "full", 2),
     ],
 )
@@ -515,9 +524,13 @@ def test_a_weight_that_nobody_looked_at_shows_that_it_is_not_finite(fmt, value):
 def test_activations_are_quantized_once_for_both_passes_which_changes_no_bit(
     fmt, backward, emulate, dtype, monkeypatch
 ):
-    counted, find = [], quantize_module.row_maximum
+    counted, find, encode = [], quantize_module.row_maximum, Blocks.encode
     for module in (quantize_module, kernels):
         monkeypatch.setattr(module, "row_maximum", lambda x: counted.append(x.shape) or find(x))
+    if fmt.activations:
+        monkeypatch.setattr(
+            Blocks, "encode", lambda self, x, of: (of is fmt.activations and counted.append(1)) or encode(self, x, of)
+        )
     x, weight, bias, dy = problem(7, 256, 128, dtype)
     options = {"fmt": fmt, "backward": backward, "emulate": emulate}
     unified_linear(x, weight, bias, **options)

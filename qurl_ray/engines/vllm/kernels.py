@@ -257,7 +257,7 @@ def _kernel(fmt: Format, widths: Sequence[int], inputs: int, dtype: torch.dtype,
 
 def _made(fmt: Format, widths: Sequence[int], inputs: int, dtype: torch.dtype, name: str) -> Any:
     """Return vLLM's kernel for a layer, or raise ValueError with the reason that there is none."""
-    if fmt.activation_max is None:
+    if fmt.codec:
         raise ValueError("vLLM's kernels for it pack codes in an order that cannot be written in place")
     if fmt.rows > 1 and any(width % fmt.rows for width in (*widths, inputs)):
         sizes = " and ".join(f"{width} × {inputs}" for width in widths)
