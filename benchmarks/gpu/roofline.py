@@ -14,12 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.gpu.bench import Figures
-from qurl_ray.planning.machines import BLOCK_BYTES, GPUS, Gpu, Precision
+from qurl_ray.planning.machines import BLOCK_BYTES, EIGHT_BIT, GPUS, PLANNED_AS, Gpu
 from qurl_ray.planning.shapes import SHAPES, Shape
 
 BATCHES = (1, 8, 32, 128, 256, 512)
-PLANNED_AS: dict[str, Precision] = {"none": "bf16", "fp8": "fp8", "int8": "int8", "fp8_block": "fp8"}
-"""The planner's name of each number format."""
 
 
 def gpu_named(device: str) -> Gpu | None:
@@ -41,7 +39,8 @@ def limit_ms(
     # bits; and the residual, which two norms read and write.
     inputs = 2 * shape.hidden + shape.heads * shape.head_dim + shape.intermediate
     outputs = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 2 * shape.hidden + 2 * shape.intermediate
-    activations = shape.layers * batch * (2 * each * inputs + 2 * 2 * outputs + 4 * 2 * shape.hidden)
+    read = 1 if precision in EIGHT_BIT else 2
+    activations = shape.layers * batch * (2 * read * inputs + 2 * 2 * outputs + 4 * 2 * shape.hidden)
     peak = gpu.flops.get(precision, gpu.flops["bf16"])  # codes that it cannot multiply are multiplied in bfloat16
     seconds = {
         "linears": max(shape.block_params * each / gpu.bandwidth, 2 * shape.block_params * batch / peak),

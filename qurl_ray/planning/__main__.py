@@ -11,7 +11,7 @@ from rich.console import Console
 from qurl_ray.config.cli import errors_told
 from qurl_ray.config.load import load_config
 from qurl_ray.errors import ConfigError
-from qurl_ray.planning.machines import GPUS, find_gpu
+from qurl_ray.planning.machines import GPUS, WITHOUT_KERNEL, find_format, find_gpu
 from qurl_ray.planning.memory import check_layout
 from qurl_ray.planning.plan import make_plan
 from qurl_ray.planning.report import as_values, show
@@ -32,7 +32,7 @@ def main(
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"Kind of GPU: {', '.join(GPUS)}.")] = "h100",
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs; those of --config, or 8, if absent.")] = None,
-    # Names of the following parameters, but tensor_parallel, are fields of Workload.
+    # Names of the following parameters, but formats and tensor_parallel, are fields of Workload.
     prompts: Annotated[int | None, typer.Option(help="Prompts of a step that are learned from.  [128]")] = None,
     samples: Annotated[int | None, typer.Option(help="Answers to each prompt.  [8]")] = None,
     prompt: Annotated[int | None, typer.Option("--prompt-length", help="Tokens, on average.  [256]")] = None,
@@ -50,6 +50,9 @@ def main(
     reference: Annotated[bool | None, typer.Option("--reference", help="With a KL penalty.")] = None,
     critic: Annotated[bool | None, typer.Option("--critic", help="With a value model.")] = None,
     fp8_learner: Annotated[bool | None, typer.Option("--fp8-learner", help="Train in FP8, too.")] = None,
+    formats: Annotated[
+        str | None, typer.Option(help=f"More formats, for a kernel that is not here yet: {', '.join(WITHOUT_KERNEL)}.")
+    ] = None,
     tensor_parallel: Annotated[int | None, typer.Option(help="GPUs of an engine; the best number if absent.")] = None,
     transport: Annotated[
         str | None, typer.Option(help="object_store, ipc or nccl, as sync.transport; the best if absent.")
@@ -75,7 +78,8 @@ def main(
         kind = find_gpu(gpu)
         if gpus is None:
             gpus = gpus_of(run) if run else 8
-        plan = make_plan(shape, kind, gpus, work, tensor_parallel, fixed=given.keys())
+        more = [find_format(name.strip()) for name in (formats or "").split(",") if name.strip()]
+        plan = make_plan(shape, kind, gpus, work, tensor_parallel, fixed=given.keys(), more=more)
         check = check_layout(shape, kind, work, run) if run and run.rollout.device == "cuda" else None
         if as_json:
             typer.echo(json.dumps(as_values(plan, check), indent=2))

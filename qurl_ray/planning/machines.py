@@ -11,11 +11,29 @@ from typing import Literal
 from qurl_ray.errors import ConfigError
 from qurl_ray.extensions import did_you_mean
 
-Precision = Literal["bf16", "int8", "fp8"]
+Precision = Literal["bf16", "int8", "fp8", "int4", "nvfp4", "mxfp4", "mxfp8"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "int8", "fp8")
+"""Formats that every plan compares, which engines here have kernels for."""
 EIGHT_BIT: tuple[Precision, ...] = ("int8", "fp8")
-BLOCK_BYTES: dict[Precision, int] = {"bf16": 2, "int8": 1, "fp8": 1}
-"""Bytes per weight of the block linears, by format."""
+BLOCK_BYTES: dict[Precision, float] = {
+    "bf16": 2,
+    "int8": 1,
+    "fp8": 1,
+    "int4": (4 + 32 / 128) / 8,
+    "nvfp4": (4 + 8 / 16) / 8,
+    "mxfp4": (4 + 8 / 32) / 8,
+    "mxfp8": (8 + 8 / 32) / 8,
+}
+"""Bytes per weight of the block linears, by format; with scales, but those of rows and of 128 × 128 weights."""
+WITHOUT_KERNEL = tuple(name for name in BLOCK_BYTES if name not in PRECISIONS)
+"""Formats that engines here emulate; plans count a kernel that reads codes and multiplies in bfloat16."""
+PLANNED_AS: dict[str, Precision] = {
+    **{name: name for name in BLOCK_BYTES},
+    "none": "bf16",
+    "fp8_block": "fp8",
+    "nvfp4_w4a4": "nvfp4",
+}
+"""The planner's name of each of rollout.quantization's formats."""
 SOURCES = {
     "S": "github.com/tgarg01/silybench-data at 93e4887, CC BY 4.0: vLLM 0.30.0, one H100 SXM, Qwen3-8B",
     "T": "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: Llama 3.1 8B, 8 H100 limited to 500 W",
@@ -130,6 +148,19 @@ class Constants:
 
 
 CONSTANTS = Constants()
+
+
+def find_format(name: str) -> Precision:
+    """Return the planner's name of a format without a kernel.
+
+    Raises:
+        ConfigError: there is no such format, or every plan has it.
+    """
+    if found := next((known for known in WITHOUT_KERNEL if known == name.lower()), None):
+        return found
+    raise ConfigError(
+        f"format {name!r}: a plan compares {', '.join(PRECISIONS)}, and can add {', '.join(WITHOUT_KERNEL)}"
+    )
 
 
 def find_gpu(name: str) -> Gpu:

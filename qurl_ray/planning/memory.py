@@ -16,8 +16,8 @@ else is in use. In passes they hold buffers of fixed size (below), and stage 3 g
 joins before they are reduced. FSDP2 gathers what is outside of blocks for a whole pass, with its gradient, and blocks
 one at a time. benchmarks/planner.py and benchmarks/sharding.py compare this with what is allocated.
 
-With LoRA, the base has neither gradients nor moments: 4 bytes, or one for codes, which every rank holds whole. Adapters
-take 16.
+With LoRA, the base has neither gradients nor moments: 4 bytes, or those of its codes, which every rank holds whole.
+Adapters take 16.
 """
 
 from dataclasses import dataclass, replace
@@ -68,9 +68,14 @@ def state_bytes(shape: Shape, work: Workload, *, ranks: int, stage: Stage) -> fl
     if work.lora_rank:
         codes = shape.block_params if work.lora_codes else 0
         rest = 4 * (shape.params - codes) + 16 * shape.adapter_params(work.lora_rank)
-        return codes + rest / (ranks if stage in (3, "fsdp") else 1)
+        return codes * _coded_bytes(work) + rest / (ranks if stage in (3, "fsdp") else 1)
     whole, shared = _STATES[stage]
     return shape.params * (whole + shared / ranks)
+
+
+def _coded_bytes(work: Workload) -> float:
+    """Bytes of each weight that the learner holds as codes."""
+    return BLOCK_BYTES[work.lora_codes] if work.lora_codes else 0.0
 
 
 def activation_bytes(shape: Shape, work: Workload) -> float:
@@ -150,7 +155,7 @@ def _adapting_bytes(shape: Shape, work: Workload, states: float, *, waits: bool)
     cast = 2 * (shape.head_params if work.checkpointing else floats) if work.autocast else 0
     opened = 4 * shape.hidden * shape.intermediate if codes else 0  # a weight that the backward pass dequantizes
     learning = states * (1 + work.critic) + activation_bytes(shape, work) + min(_LOGITS, logits) + cast + opened
-    resting = float(codes) if waits else learning
+    resting = codes * _coded_bytes(work) if waits else learning
     return {
         "start": states * (1 + work.critic),
         "learn": learning,

@@ -127,13 +127,21 @@ def widths(shape: Shape, gpus: int) -> list[int]:
 
 
 def make_plan(
-    shape: Shape, gpu: Gpu, gpus: int, work: Workload, width: int | None = None, *, fixed: Set[str] = SEARCHED.keys()
+    shape: Shape,
+    gpu: Gpu,
+    gpus: int,
+    work: Workload,
+    width: int | None = None,
+    *,
+    fixed: Set[str] = SEARCHED.keys(),
+    more: Sequence[Precision] = (),
 ) -> Plan:
     """Return the best of all layouts for each format.
 
     Args:
         width: GPUs of each engine; all possible widths are tried if absent.
         fixed: fields of the workload that stay as they are; the search is over the others of SEARCHED.
+        more: formats to estimate besides PRECISIONS; none of them is chosen.
 
     Raises:
         ConfigError: the number of GPUs or `width` is not possible, or nothing fits in any format.
@@ -149,7 +157,7 @@ def make_plan(
     works = _variants(shape, gpus, work, fixed)
     transports = (work.transport,) if "transport" in fixed else get_args(TransportName)
     best: dict[Precision, StepEstimate | None] = {}
-    for precision in PRECISIONS:
+    for precision in dict.fromkeys((*PRECISIONS, *more)):
         estimates = [search(shape, gpu, gpus, variant, precision, tried, transports) for variant in works]
         best[precision] = min(filter(None, estimates), key=lambda estimate: estimate.step, default=None)
     if not any(best.values()):

@@ -192,10 +192,10 @@ def show(plan: Plan, console: Console, check: Footprint | None = None) -> None:
         f"{work.updates} updates",
         highlight=False,
     )
-    columns = {name: _values(plan, name, plan.best[name]) for name in PRECISIONS}
+    columns = {name: _values(plan, name, plan.best[name]) for name in plan.best}
     table = Table(show_edge=False)
     table.add_column("")
-    for name in PRECISIONS:
+    for name in plan.best:
         table.add_column(name + (" ◀" if plan.resolved and name == plan.chosen else ""), justify="right")
     sources = marks(plan)
     for label, text in _ROWS.items():
@@ -269,6 +269,8 @@ def _legend(plan: Plan) -> str:
             f"Seconds of the learner's step of {card.learn_tokens:,} tokens, extrapolated from 3 layers: {learns} (in "
             "blocks). "
         )
+    if others := [name for name in plan.best if name not in PRECISIONS]:
+        measured += f"{', '.join(others)}: with a kernel, which this package does not have; it emulates them, slowly. "
     return (
         f"{MARK} Computed, not timed as a whole. {measured}[S] and [T] are fitted to measurements of other software, "
         "[C] to those of a CPU; without a letter: data sheets, sizes, and what docs/results.md lists as assumed. "

@@ -8,18 +8,19 @@ A decode step takes the longer of reading and multiplying, plus overhead:
 The second line is the roofline of https://doi.org/10.1145/1498765.1498785, once for the block linears and once for the
 head. The engine is vLLM with CUDA graphs, whose compiler fuses the quantization of activations to FP8 with what comes
 before. In INT8 it is one operation more for each linear (tests/engines/test_vllm_kernels.py), which takes operation_s
-and the time of its reads and writes.
+and the time of its reads and writes. Formats of weights alone are read as they are and multiplied in bfloat16, by a
+kernel that this package does not have yet.
 
 Where decode steps were measured (planning.measured), those are taken. The formula adds what longer sequences read, and
 divides reads and products among several GPUs.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qurl_ray.planning.machines import BLOCK_BYTES, CONSTANTS, NETWORK, NODE, Constants, Gpu
+from qurl_ray.planning.machines import BLOCK_BYTES, CONSTANTS, EIGHT_BIT, NETWORK, NODE, Constants, Gpu
 from qurl_ray.planning.measured import Card, measured_card
 from qurl_ray.planning.memory import EngineSpec, Layout, Stage, state_bytes, weights_bytes
 from qurl_ray.planning.shapes import Shape
@@ -49,8 +50,9 @@ class EngineRoofline(EngineSpec):
         read = self.gpu.bandwidth * c.bandwidth
         heads = min(self.tensor_parallel, shape.kv_heads)  # beyond that, key heads are replicated
         if card := self.card:  # overhead is what was measured beyond weights, keys and values
+            known = self if self.precision in card.decode_ms else replace(self, precision="bf16")
             reads = batch * shape.kv_bytes(card.context) / read
-            overhead = card.decode_s(self.precision, batch) - self._linears(batch) - reads
+            overhead = card.decode_s(known.precision, batch) - known._linears(batch) - reads
         else:
             overhead = shape.layers * (c.layer_s + self._quantizing(batch)) + batch * c.sequence_s
         return {
@@ -73,7 +75,7 @@ class EngineRoofline(EngineSpec):
     def _quantizing(self, batch: float) -> float:
         """Seconds per layer to quantize activations."""
         c, shape = self.constants, self.shape
-        if self.precision == "bf16":
+        if self.precision not in EIGHT_BIT:
             return 0.0
         if self.precision == "fp8":
             return c.quantize_s
@@ -95,7 +97,7 @@ class EngineRoofline(EngineSpec):
         read, each = shape.read_params(batch), BLOCK_BYTES[self.precision]
         return self._product(read, shape.active_params, each, batch, self._flops()) + head
 
-    def _product(self, weights: float, active: int, bytes_each: int, batch: float, flops: float) -> float:
+    def _product(self, weights: float, active: int, bytes_each: float, batch: float, flops: float) -> float:
         """Seconds of products that read `weights`, with `active` of which each sequence is multiplied."""
         read = weights * bytes_each / (self.gpu.bandwidth * self.constants.bandwidth)
         return max(read, 2 * active * batch / flops)

@@ -14,7 +14,7 @@ to.
 
 import math
 
-from qurl_ray.planning.machines import CONSTANTS, NETWORK, NODE, Constants, Precision
+from qurl_ray.planning.machines import BLOCK_BYTES, CONSTANTS, NETWORK, NODE, Constants, Precision
 from qurl_ray.planning.memory import EngineSpec, Layout
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.planning.workload import Workload
@@ -22,13 +22,12 @@ from qurl_ray.planning.workload import Workload
 _OPERATIONS = 30  # on the device, to quantize, move and fingerprint one tensor
 
 
-def sent_bytes(shape: Shape, precision: Precision, work: Workload) -> int:
-    """Bytes of a version on the way: codes of the block linears, without scales, and the rest in bfloat16; of adapters,
-    in float32 over codes that the learner has, too."""
+def sent_bytes(shape: Shape, precision: Precision, work: Workload) -> float:
+    """Bytes of a version on the way: codes of the block linears, and the rest in bfloat16; of adapters, in float32 over
+    codes that the learner has, too."""
     if work.lora_rank:
         return (4 if work.lora_codes else 2) * shape.adapter_params(work.lora_rank)
-    codes = 0 if precision == "bf16" else shape.block_params
-    return codes + 2 * (shape.params - codes)
+    return shape.weight_bytes(BLOCK_BYTES[precision])
 
 
 def delta_bytes(shape: Shape, c: Constants = CONSTANTS) -> float:
@@ -41,9 +40,10 @@ def sync_parts(engine: EngineSpec, layout: Layout, work: Workload) -> dict[str, 
     shape, gpu, c = engine.shape, engine.gpu, engine.constants
     params, share = shape.adapter_params(work.lora_rank) if work.lora_rank else shape.params, 1 / layout.ranks
     codes = 0 if engine.precision == "bf16" or work.lora_rank else shape.block_params
+    coded = codes * BLOCK_BYTES[engine.precision]  # bytes
     floats, tensors = params - codes, (14 if work.lora_rank else 9) * shape.layers + 3
     sent = sent_bytes(shape, engine.precision, work)
-    decoded = codes + 4 * floats  # what engines get and both sides fingerprint: floats are float32 there
+    decoded = coded + 4 * floats  # what engines get and both sides fingerprint: floats are float32 there
     through_host = work.transport == "object_store"
     line = (gpu.link if layout.gpus <= NODE else NETWORK) * c.link
     device = gpu.bandwidth * c.bandwidth
@@ -57,7 +57,7 @@ def sync_parts(engine: EngineSpec, layout: Layout, work: Workload) -> dict[str, 
         "gather": gather if gathered else 0.0,
         "quantize": quantized * ((4 * params + sent) / device + launches),
         "copy to the host": share * sent / c.pageable,
-        "compare": share * codes / c.compare,
+        "compare": share * coded / c.compare,
     }
     if not through_host:
         moved = sent / line if work.transport == "nccl" else 2 * sent / device

@@ -5,6 +5,7 @@ from typing import Literal, cast, get_args
 
 from qurl_ray.config import RunConfig
 from qurl_ray.errors import ConfigError
+from qurl_ray.planning.machines import PLANNED_AS, Precision
 
 TransportName = Literal["object_store", "ipc", "nccl"]
 
@@ -44,8 +45,8 @@ class Workload:
     """True if the learner's products are FP8, too, when rollouts are FP8 (precision_flow=unified)."""
     lora_rank: int = 0
     """Rank of adapters that alone are trained, on all linears; 0 if all parameters are."""
-    lora_codes: bool = False
-    """True if the learner, too, holds the linears as codes of a byte, under adapters."""
+    lora_codes: Precision | None = None
+    """Format of the codes that the learner, too, holds the linears as, under adapters; None for full precision."""
     autocast: bool = True
     """True if the learner's passes are in 16 bits (learner.compute)."""
     checkpointing: bool = True
@@ -172,7 +173,7 @@ def configured_workload(config: RunConfig) -> Workload:
         critic=algorithm.type == "ppo" and algorithm.critic == "separate",
         fp8_learner=config.precision_flow == "unified",
         lora_rank=learner.lora.rank if learner.lora else 0,
-        lora_codes=config.lora_over_codes,
+        lora_codes=PLANNED_AS[rollout.quantization] if config.lora_over_codes else None,
         autocast=learner.compute != "float32" or learner.device == "cpu",
         checkpointing=learner.gradient_checkpointing,
         transport=cast(TransportName, config.sync.transport),

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from qurl_ray.errors import ConfigError
-from qurl_ray.planning.machines import GPUS, PRECISIONS, Constants, find_gpu
-from qurl_ray.planning.memory import Layout, kv_room
+from qurl_ray.planning.machines import BLOCK_BYTES, GPUS, PLANNED_AS, PRECISIONS, Constants, find_gpu
+from qurl_ray.planning.memory import Layout, kv_room, weights_bytes
 from qurl_ray.planning.plan import widths
 from qurl_ray.planning.shapes import SHAPES
 from qurl_ray.planning.speed import EngineRoofline, learn_s, pass_flops, rollout_s, turn_s
 from qurl_ray.planning.workload import Workload
+from qurl_ray.quant.formats import FORMATS
 
 SEVEN, H100 = SHAPES["Qwen2.5-7B"], GPUS["h100"]
 PERFECT = Constants(
@@ -103,6 +104,26 @@ def _only(**changed):
 def test_key_heads_are_not_shared_beyond_their_number():
     keys = [engine(tensor_parallel=width).parts(8, 1000)["keys and values"] for width in (1, 4, 8)]
     assert keys[1] == pytest.approx(keys[0] / 4) == keys[2]
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("int4", 4.25), ("nvfp4", 4.5), ("mxfp4", 4.25), ("mxfp8", 8.25)])
+def test_formats_of_weights_alone_read_their_bits_and_multiply_in_bfloat16(precision, bits):
+    head = 2 * SEVEN.head_params / 3.35e12
+    assert engine(precision).decode_s(1, 0) == pytest.approx(head + SEVEN.block_params * bits / 8 / 3.35e12)
+    assert weights_bytes(engine(precision)) == SEVEN.block_params * bits / 8 + 2 * (SEVEN.params - SEVEN.block_params)
+    many = engine(precision).decode_s(4000, 0)
+    assert many == pytest.approx(engine("bf16").decode_s(4000, 0))
+    real = EngineRoofline(shape=SEVEN, gpu=H100, precision=precision)  # no activation is quantized
+    full = replace(real, precision="bf16")
+    assert real.parts(8, 100)["overhead"] == full.parts(8, 100)["overhead"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_formats_bits_are_those_of_its_arrays(name):
+    arrays = FORMATS[name].parts((4096, 4096))
+    assert sum(a.dtype.itemsize * math.prod(a.shape) for a in arrays) / 4096**2 == pytest.approx(
+        BLOCK_BYTES[PLANNED_AS[name]], rel=2e-3
+    )
 
 
 def test_what_a_gpu_does_not_multiply_it_reads_as_codes():

@@ -232,8 +232,15 @@ ADAPTERS = 28 * 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
 """Parameters of rank 16 on all linears of Qwen2.5-7B."""
 
 
-@pytest.mark.parametrize(("codes", "base"), [(True, LINEARS + 4 * 2 * HEAD), (False, 4 * (LINEARS + 2 * HEAD))])
-def test_adapters_hold_the_base_once_and_states_of_their_own_alone(codes, base):
+@pytest.mark.parametrize(
+    ("codes", "held", "base"),
+    [
+        ("int8", LINEARS, LINEARS + 4 * 2 * HEAD),
+        ("nvfp4", LINEARS * 4.5 / 8, LINEARS * 4.5 / 8 + 4 * 2 * HEAD),
+        (None, 0, 4 * (LINEARS + 2 * HEAD)),
+    ],
+)
+def test_adapters_hold_the_base_once_and_states_of_their_own_alone(codes, held, base):
     work = Workload(
         prompt=1, response=7, mean=4.0, micro_tokens=8, autocast=False, reference=True, lora_rank=16, lora_codes=codes
     )
@@ -241,17 +248,16 @@ def test_adapters_hold_the_base_once_and_states_of_their_own_alone(codes, base):
     assert turns["start"] == turns["sync"] == base + 16 * ADAPTERS  # the reference is the policy itself
     full = learner_bytes(SEVEN, TINY_BATCH, ranks=1, stage="torch")
     assert turns["learn"] < (0.25 if codes else 0.4) * full["learn"]
-    assert turns["rollout"] == (LINEARS if codes else 0)  # codes stay
+    assert turns["rollout"] == held  # codes stay
     shared = learner_bytes(SEVEN, work, ranks=8, stage="fsdp")
-    whole = LINEARS if codes else 0
-    assert shared["sync"] == pytest.approx(whole + (base - whole + 16 * ADAPTERS) / 8)
+    assert shared["sync"] == pytest.approx(held + (base - held + 16 * ADAPTERS) / 8)
 
 
 def test_seven_billion_parameters_with_adapters_fit_on_one_h100_beside_their_engine():
     layout = Layout(placement="colocated", engines=1, tensor_parallel=1, ranks=1, stage="torch")
     full, lora = (
         footprint(engine("int8"), layout, Workload(response=1024, micro_tokens=4096, **changed)).problems
-        for changed in ({}, {"lora_rank": 16, "lora_codes": True})
+        for changed in ({}, {"lora_rank": 16, "lora_codes": "int8"})
     )
     assert full
     assert not lora

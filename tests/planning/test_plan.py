@@ -287,6 +287,21 @@ def test_json_has_what_the_table_has():
     assert int8["weights_bytes_per_gpu"] * int8["tensor_parallel"] == pytest.approx(8.71e9, rel=0.01)
 
 
+def test_formats_without_a_kernel_are_planned_on_request_and_never_recommended():
+    options = ["--model", "Qwen2.5-7B", "--gpu", "h200", "--gpus", "8", "--formats", "int4,NVFP4"]
+    found = json.loads(CliRunner().invoke(app, [*options, "--json"]).output)
+    assert list(found["formats"]) == [*PRECISIONS, "int4", "nvfp4"]
+    held = {name: values["weights_bytes_per_gpu"] for name, values in found["formats"].items()}
+    assert held["int4"] < held["nvfp4"] < held["int8"]
+    assert found["formats"]["int4"]["rollout_gain"] > found["formats"]["fp8"]["rollout_gain"]
+    assert found["recommended"] in PRECISIONS
+    page = CliRunner().invoke(app, options).output
+    assert "int4, nvfp4: with a kernel, which this package does not have" in " ".join(page.split())
+    refused = CliRunner().invoke(app, [*options[:-1], "int3"])
+    assert refused.exit_code == 2
+    assert "format 'int3': a plan compares bf16, int8, fp8, and can add int4, nvfp4, mxfp4, mxfp8" in refused.stderr
+
+
 def test_what_is_recommended_is_a_run():
     path = CONFIGS / "dapo_7b_math.yaml"
     found = json.loads(CliRunner().invoke(app, ["--config", str(path), "--gpus", "16", "--json"]).output)

@@ -30,6 +30,7 @@ def in_int8(c=FREE):
 def test_codes_travel_as_bytes_and_the_rest_in_bfloat16():
     assert sent_bytes(SEVEN, "int8", Workload()) == CODES + 2 * FLOATS
     assert sent_bytes(SEVEN, "bf16", Workload()) == 2 * (CODES + FLOATS)
+    assert sent_bytes(SEVEN, "nvfp4", Workload()) == CODES * 4.5 / 8 + 2 * FLOATS
 
 
 def test_the_object_store_has_hosts_handle_every_byte():
