@@ -21,9 +21,10 @@ are called that often.
 The three CUDA kernels were compared with float64 on an H200 (docs/gpu.md). The products for gradients through FP8
 blocks are in a table of their own, in quant/training.py.
 
-There is no kernel for formats with blocks of columns: torch's `_weight_int4pack_mm` takes only bfloat16 on CUDA, and on
-CPUs it is slower than emulation. Nor is there a kernel for FP8 on CPUs, where `scaled_mm` exists but is slower than the
-product in float32 (docs/LOG.md).
+There is no kernel for formats with blocks of columns. torch's `_weight_int4pack_mm` takes only bfloat16 on CUDA, and on
+CPUs it is slower than emulation in float32, and than INT8 in bfloat16. vLLM's `int4_scaled_mm_cpu` is faster than INT8
+up to four rows (benchmarks/int4_kernels.py), but it quantizes activations, and takes and returns 16 bits. Nor is there
+a kernel for FP8 on CPUs, where `scaled_mm` exists but is slower than the product in float32 (docs/LOG.md).
 """
 
 import functools
