@@ -3,8 +3,9 @@
 The first table is SmolLM2-135M-Instruct on answers that it draws itself, at temperature 1, to the problems of its
 settings file, smollm2_135m: for each format, KL(b‖p) over the vocabulary, ESS and the share of tokens whose ratio
 p/b leaves the clip range. Rows are without equalization, with factors from random tokens, as in the first step of a
-run, and with factors from other answers, as in the steps after it. The second table is the
-quickstart from three cold starts, 120 steps with INT8 rollouts. `make smollm2` installs the weights. Writes
+run, and with factors from other answers, as in the steps after it. The second table is the error of its weights over
+their norm, and the parts of its square (quant.quantize.SquaredError). The third table is the quickstart from three cold
+starts, 120 steps with INT8 rollouts. `make smollm2` installs the weights. Writes
 benchmarks/results/equalization.{json,md}.
 """
 
@@ -12,7 +13,7 @@ import copy
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -33,11 +34,11 @@ from qurl_ray.policy.ranges import factors_from, measured_factors, measuring
 from qurl_ray.quant.equalize import Factors, equalized, equalized_sites
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
-from qurl_ray.quant.quantize import quantize
+from qurl_ray.quant.quantize import quantize, squared_error
 from qurl_ray.quant.units import units
 from qurl_ray.types import Request, SamplingParams
 
-Part = Literal["truth", "learning"]
+Part = Literal["truth", "errors", "learning"]
 CONFIG = ROOT / "qurl_ray" / "configs" / "smollm2_135m.yaml"
 FORMATS = ("int8", "fp8", "fp8_block", "int4", "nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8")
 CLIP = (0.8, 1.28)
@@ -147,6 +148,28 @@ def truth_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
+def errors() -> Iterator[dict[str, Any]]:
+    """Yield for each format with rounded steps the squared error of all linears of SmolLM2, over their squares, and its
+    parts."""
+    _, model = engines.smollm2()
+    names = units(model, load_config(CONFIG, []).quantization.keep)
+    weights = [parameter for name, parameter in model.named_parameters() if name in names]
+    whole = sum(float(w.square().sum()) for w in weights)
+    for name in ("nvfp4", "mxfp4", "mxfp8"):
+        found = [asdict(squared_error(w, get_format(name))) for w in weights]
+        yield {"format": name} | {part: sum(one[part] for one in found) / whole for part in found[0]}
+
+
+def errors_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = ["| format | error % | of its square: scale bias % | dead zone % | grid noise % |", "|" + "---|" * 5]
+    for row in rows:
+        name, *parts = row.values()
+        total = sum(parts)
+        shares = " | ".join(f"{100 * part / total:.1f}" for part in parts)
+        lines.append(f"| {name} | {100 * total**0.5:.2f} | {shares} |")
+    return lines
+
+
 def learning_table(found: dict[str, list[Cell]]) -> list[str]:
     lines = [
         "| equalization | after %, per cold start | mean | INT8's % | KL(b‖p), median | ESS, least | clipped % |",
@@ -181,17 +204,20 @@ def learning(starts: int, runs: Path) -> dict[str, list[Cell]]:
 
 def main(
     only: Annotated[Part | None, typer.Option(help="A table, beside what FILE has of the other.")] = None,
-    quick: Annotated[bool, typer.Option(help="The first table alone, on a quarter of the answers.")] = False,
+    quick: Annotated[bool, typer.Option(help="The first two tables, on a quarter of the answers.")] = False,
     starts: Annotated[int, typer.Option(help="Cold starts of the second table.")] = 3,
     runs: Annotated[Path, typer.Option(help="Where the runs are kept.")] = ROOT / "runs" / "equalization",
     out: Annotated[Path, typer.Option(help="The JSON file; the tables go beside it.")] = RESULTS / "equalization.json",
 ) -> None:
     """Measure how true codes are with equalization and without, and what a policy learns with each."""
     figures = json.loads(out.read_text()) if only and out.exists() else {"tables": {}, "machines": {}}
-    for part in [only] if only else ["truth"] if quick else list(get_args(Part)):
+    for part in [only] if only else ["truth", "errors"] if quick else list(get_args(Part)):
         if part == "truth":
             rows = list(truth(16 if quick else 64, 32))
             figures["truth"], figures["tables"][part] = rows, truth_table(rows)
+        elif part == "errors":
+            rows = list(errors())
+            figures["errors"], figures["tables"][part] = rows, errors_table(rows)
         else:
             found = learning(starts, runs)
             figures["learning"] = {name: [one.summary for one in done] for name, done in found.items()}

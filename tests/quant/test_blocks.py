@@ -17,7 +17,7 @@ from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import FORMATS
-from qurl_ray.quant.quantize import dequantize, dequantize_rows, quantize, quantize_rows
+from qurl_ray.quant.quantize import dequantize, dequantize_rows, quantize, quantize_rows, squared_error
 from tests.quant.grid import E4M3
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -146,6 +146,33 @@ def step_of_parts(q) -> torch.Tensor:
     if q.fmt.name == "nvfp4":
         return q.parts[1].view(torch.float8_e4m3fn).float() * q.parts[2]
     return torch.exp2(q.parts[1].float() - 127)
+
+
+def unrounded(block: list[float], name: str) -> list[float]:
+    """Values of a block whose step is its maximum over the largest code."""
+    step, grid = single(max(map(abs, block)) / {"mxfp8": 448}.get(name, 6)), E4M3.tolist() if name == "mxfp8" else E2M1
+    return [single(math.copysign(grid[nearest(single(x / step), grid)], x) * step) for x in block]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+def test_a_squared_error_is_the_sum_of_its_parts(name):
+    w = blocks(name, 500, 11)
+    rows = [(x, v, u) for row, _, values in zip(w.tolist(), *reference(w.tolist(), name)[1:], strict=True)
+            for x, v, u in zip(row, values, unrounded(row, name), strict=True)]  # fmt: skip
+    found = squared_error(w, FORMATS[name])
+    assert found.dead_zone == pytest.approx(math.fsum(x * x for x, _, u in rows if u == 0))
+    assert found.grid_noise == pytest.approx(math.fsum((u - x) ** 2 for x, _, u in rows if u != 0))
+    total = math.fsum((v - x) ** 2 for x, v, _ in rows)
+    assert found.scale_bias + found.dead_zone + found.grid_noise == pytest.approx(total)
+    assert 0 < found.scale_bias < total
+
+
+def test_the_parts_of_an_error_by_hand():
+    w = torch.zeros(1, 32)
+    w[0, :3] = torch.tensor([7.5, 0.3, 2.2])  # 6, 0.5, 2 with a step of 1; with 1.25: 7.5, 0, 2.5
+    found = squared_error(w, FORMATS["mxfp4"])
+    assert (found.dead_zone, found.grid_noise) == pytest.approx((0.3**2, 0.3**2))
+    assert found.scale_bias == pytest.approx(1.5**2 + 0.2**2 + 0.2**2 - 2 * 0.3**2)
 
 
 W4A4 = FORMATS["nvfp4_w4a4"]
