@@ -100,6 +100,20 @@ _MISMATCH = (
         (Panel((Series("KL", "mismatch/kl"),), "nats per token", zero=True, log=True),),
     ),
     Chart(
+        "FP8 keys and values",
+        "KL(b‖p) on the tokens of the probe, and the KL of FP8 keys and values alone (rollout.kv_cache=fp8).",
+        (
+            Panel(
+                (Series("all", "sync/probe_kl"), Series("keys and values", "sync/probe_kl_keys", 2)),
+                "nats per token",
+                zero=True,
+                log=True,
+                sparse=True,
+            ),
+        ),
+        absent="",
+    ),
+    Chart(
         "Largest rho",
         "rho = p / b of the worst token. Heavy tails show here before they show in the KL.",
         (Panel((Series("max rho", "mismatch/max_rho"),), "max p / b", log=True),),

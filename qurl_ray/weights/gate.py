@@ -26,8 +26,8 @@ from qurl_ray.weights.stream import assemble_manifest, count_codes
 
 
 def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, whole: int, resent: int, refits: int) -> dict[str, float]:
-    """Return the metrics of a sync: bytes sent and their ratio to unquantized weights, share of changed codes, gaps of
-    the probe.
+    """Return the metrics of a sync: bytes sent and their ratio to unquantized weights, share of changed codes, gaps
+    and KLs of the probe.
 
     Args:
         whole: bytes of all tensors in float32.
@@ -46,6 +46,8 @@ def sync_metrics(manifest: Manifest, gaps: Sequence[Gap], *, whole: int, resent:
     if gaps:
         metrics["sync/probe_gap"] = max(gap.mean for gap in gaps)
         metrics["sync/probe_gap_max"] = max(gap.largest for gap in gaps)
+        if kls := [(gap.kl, gap.kl_keys) for gap in gaps if gap.kl is not None and gap.kl_keys is not None]:
+            metrics["sync/probe_kl"], metrics["sync/probe_kl_keys"] = map(max, zip(*kls, strict=True))
     return metrics | {f"sync/codes_changed_{kind}": changed[kind] / count for kind, count in sorted(codes.items())}
 
 

@@ -71,6 +71,10 @@ class Gap:
 
     mean: float
     largest: float
+    kl: float | None = None
+    """k3 estimate of KL(b‖p) on the probe's tokens, nats per token, with p in full precision; None without FP8 keys."""
+    kl_keys: float | None = None
+    """The same of the engine's distribution against that with the same codes, but keys and values in full precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,20 +3,26 @@ it."""
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from qurl_ray.config import RunConfig
 from qurl_ray.learner.protocol import EnginePrecision, Learner
 from qurl_ray.quant.equalize import equalized
 from qurl_ray.quant.formats import get_format
+from qurl_ray.rl.ratios import kl_estimate
 from qurl_ray.types import Completion
 from qurl_ray.weights.messages import Gap, Header, Probes, Scored
 from qurl_ray.weights.stream import Bucket, Unquantized
 from qurl_ray.weights.transports.direct import Direct
 from qurl_ray.weights.transports.object_store import ObjectStore
 from qurl_ray.weights.transports.protocol import Link, Transport, connect
+
+_FULL = EnginePrecision(fmt=None, quantized={}, unquantized="float32")
+"""Precision of p, the learner's own policy."""
 
 
 class Sender:
@@ -154,10 +160,20 @@ class Sender:
         if self._prompt_ids is None or not any(probes):
             return []
         drawn: list[Completion] = [completion for probe in probes for completion in probe]
-        scored = self._learner.logprobs(drawn, self._prompt_ids, precision)
+        ends = np.cumsum([sum(len(c.token_ids) for c in probe) for probe in probes])[:-1]
+        asked = [precision]
+        if precision.kv_cache == "fp8":
+            asked += [replace(precision, kv_cache="full"), _FULL]
+        scored = [np.split(np.concatenate(self._learner.logprobs(drawn, self._prompt_ids, p)), ends) for p in asked]
         gaps = []
-        for probe in probes:
-            own, scored = scored[: len(probe)], scored[len(probe) :]
-            off = np.abs(np.concatenate([c.logprobs for c in probe]) - np.concatenate(own))
-            gaps.append(Gap(mean=float(off.mean()), largest=float(off.max())))
+        for probe, own, *others in zip(probes, *scored, strict=True):
+            behavior = np.concatenate([c.logprobs for c in probe])
+            off = np.abs(behavior - own)
+            kls = {"kl_keys": _kl(own, others[0]), "kl": _kl(behavior, others[1])} if others else {}
+            gaps.append(Gap(mean=float(off.mean()), largest=float(off.max()), **kls))
         return gaps
+
+
+def _kl(logprobs: np.ndarray, others: np.ndarray) -> float:
+    """Return the k3 estimate of KL(x‖y) from log-probs under x and y of tokens drawn from x."""
+    return float(kl_estimate(torch.from_numpy(logprobs - others), "k3").mean())

@@ -109,7 +109,7 @@ STABLE = """
     policy/kl_reference reward/mean reward/solved_share rollout/garbage_share rollout/mean_length rollout/staleness_max
     rollout/draft_agreement rollout/tokens_per_pass
     rollout/staleness_mean rollout/tokens_per_second rollout/truncated_share sync/bytes_over_bf16 sync/codes_changed
-    sync/probe_gap time/logprob time/reward time/rollout time/sync time/update
+    sync/probe_gap sync/probe_kl sync/probe_kl_keys time/logprob time/reward time/rollout time/sync time/update
     environment/new_rows
 environment/turns environment/calls environment/failed_calls environment/waiting environment/failed environment/replays
 """

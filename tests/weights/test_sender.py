@@ -1,5 +1,7 @@
 """The sender by itself: a learner of two parameters, and a gate that only writes down what it is told."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,7 @@ class FakeLearner:
     def __init__(self) -> None:
         self.matrix, self.vector = torch.randn(16, 128), torch.randn(128)
         self.found: list[list[float]] = []
+        self.without_fp8_keys = self.in_full = 0.0
 
     adapters = None
 
@@ -42,7 +45,8 @@ class FakeLearner:
 
     def logprobs(self, completions, prompt_ids, precision):
         assert len(completions) == len(self.found)
-        return [np.float32(values) for values in self.found]
+        moved = 0.0 if precision.kv_cache == "fp8" else self.without_fp8_keys if precision.fmt else self.in_full
+        return [np.float32(values) + np.float32(moved) for values in self.found]
 
 
 class FakeGate:
@@ -160,6 +164,22 @@ def test_a_gap_is_the_difference_over_all_tokens_of_an_engine(made):
     (scored,) = [message for message in gate.messages if isinstance(message, Scored)]
     assert scored.gaps == (Gap(mean=0.0, largest=0.0), Gap(mean=0.5, largest=1.0))
     assert scored.header == gate.commits[0].header
+
+
+def test_kls_are_from_the_engine_with_fp8_keys_to_that_without_and_to_full_precision(made):
+    sender, learner, gate = made("rollout.kv_cache=fp8")
+    gate.probes = [[completion(-1.0, -2.0), completion(-3.0)], [completion(-1.0, -2.0)]]
+    learner.found = [[-1.0, -2.0], [-3.0], [-1.5, -2.0]]
+    learner.without_fp8_keys, learner.in_full = -0.25, 0.5
+    sender.send("int8")
+    first, second = gate.messages[-1].gaps
+
+    def k3(*log_rho: float) -> float:
+        return sum(math.exp(x) - 1 - x for x in log_rho) / len(log_rho)
+
+    assert (first.mean, second.mean) == (0.0, 0.25)
+    assert [first.kl_keys, second.kl_keys] == pytest.approx([k3(-0.25)] * 2)
+    assert [first.kl, second.kl] == pytest.approx([k3(0.5), k3(0.0, 0.5)])
 
 
 def test_without_a_probe_nothing_is_scored(made):

@@ -124,11 +124,26 @@ def test_probes_agree_to_the_bit_and_a_second_version_travels_as_a_delta(rig, fo
     assert rig.fleet.version == 2
     assert metrics["sync/probe_gap"] == metrics["sync/probe_gap_max"] == 0
     assert metrics["sync/refits"] == 0
+    assert "sync/probe_kl" not in metrics
     assert not rig.warnings
     if format_name != "none":  # a float32 value that moves changes most of its bits
         assert metrics["sync/delta"] == 1
         assert metrics["sync/bytes"] < whole / 2
     assert rig.answers(0) == rig.answers(1)
+
+
+@pytest.mark.equal_bits
+@pytest.mark.parametrize("format_name", ["none", "int8"])
+def test_the_part_of_fp8_keys_in_the_mismatch_is_measured(rig, format_name):
+    """Without codes, nothing but keys differs from full precision, and the two KLs are one."""
+    rig = rig("rollout.kv_cache=fp8")
+    rig.move(0.02)
+    rig.sender.send(format_name)
+    metrics = rig.gate.metrics
+    keys, whole = metrics["sync/probe_kl_keys"], metrics["sync/probe_kl"]
+    assert metrics["sync/probe_gap_max"] == 0
+    assert 1e-7 < keys < 1e-2
+    assert (whole == keys) == (format_name == "none")
 
 
 def noisy(rig, *scales: float):
