@@ -35,6 +35,7 @@ class Setup:
     kv_bytes: int | None
     device: str
     sleeps: bool = False
+    keep: tuple[str, ...] = CONFIG.keep
 
     @property
     def spec(self) -> PolicySpec:
@@ -52,7 +53,7 @@ class Setup:
         options = EngineOptions(
             slots=self.slots,
             format_name=self.format_name,
-            keep=CONFIG.keep,
+            keep=self.keep,
             threads=int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())),
             device=self.device,
             dtype=self.dtype,
@@ -76,6 +77,7 @@ def setup_of(
     slots: int,
     vocabulary: int = VOCABULARY,
     sleeps: bool = False,
+    keep: tuple[str, ...] = CONFIG.keep,
 ) -> Iterator[Setup]:
     """Yield the setup of an engine with this many layers, and memory for the keys of as many contexts as it has slots,
     and some more."""
@@ -91,6 +93,7 @@ def setup_of(
             kv_bytes=int((slots + 2) * each) if bench.cuda else None,
             device=bench.device.type,
             sleeps=sleeps,
+            keep=keep,
         )
 
 

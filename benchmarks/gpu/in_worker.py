@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.codes import differing, eye
-from qurl_ray.engines.vllm.plugin import QurlLinearMethod
+from qurl_ray.engines.vllm.plugin import QurlHeadMethod, QurlLinearMethod
 from qurl_ray.engines.vllm.worker import WorkerExtension
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.quantize import quantize
@@ -52,6 +52,8 @@ class Measuring(WorkerExtension):
         return found
 
     def _qurl_linears(self) -> Iterator[tuple[Any, QurlLinearMethod, tuple[int, int]]]:
+        """Yield all linears with their method and size; a head only if it was made for codes."""
         for module in self.model_runner.get_model().modules():
-            if isinstance(method := getattr(module, "quant_method", None), QurlLinearMethod):
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, QurlLinearMethod) and (method.fmt or not isinstance(method, QurlHeadMethod)):
                 yield module, method, (sum(module.output_partition_sizes), module.input_size_per_partition)

@@ -106,7 +106,7 @@ def _vllm(found: Figures) -> Iterator[str]:
     for shape, keys in _by_shape(found):
         lines = {}
         for key in keys:
-            _, way, name = key.split(", ")
+            _, way, name = key.split(", ", 2)
             lines[name, way] = [(float(b), one["tokens_per_second"]) for b, one in found[key]["batches"].items()]
         yield chart(f"{shape}, vLLM: tokens per second by batch", _by_way(lines))
         if rows := [row for key in keys for row in _beside_limits(key, found[key])]:

@@ -12,9 +12,10 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.bench import Figures
-from qurl_ray.planning.machines import BLOCK_BYTES, EIGHT_BIT, GPUS, PLANNED_AS, Gpu
+from qurl_ray.planning.machines import BLOCK_BYTES, EIGHT_BIT, GPUS, PLANNED_AS, Gpu, Precision
 from qurl_ray.planning.shapes import SHAPES, Shape
 
 BATCHES = (1, 8, 32, 128, 256, 512)
@@ -26,12 +27,20 @@ def gpu_named(device: str) -> Gpu | None:
 
 
 def limit_ms(
-    shape: Shape, gpu: Gpu, format_name: str, batch: int, context: int, *, key_bytes: int = 2
+    shape: Shape,
+    gpu: Gpu,
+    format_name: str,
+    batch: int,
+    context: int,
+    *,
+    key_bytes: int = 2,
+    head_in_codes: bool = False,
 ) -> dict[str, float]:
     """Return milliseconds of each part of a decode step of `batch` sequences of `context` tokens on one GPU.
 
     Args:
         key_bytes: bytes of each number in keys and values.
+        head_in_codes: the head has the linears' format; otherwise it is in bfloat16.
     """
     precision = PLANNED_AS[format_name]
     each = BLOCK_BYTES[precision]
@@ -41,10 +50,14 @@ def limit_ms(
     outputs = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 2 * shape.hidden + 2 * shape.intermediate
     read = 1 if precision in EIGHT_BIT else 2
     activations = shape.layers * batch * (2 * read * inputs + 2 * 2 * outputs + 4 * 2 * shape.hidden)
-    peak = gpu.flops.get(precision, gpu.flops["bf16"])  # codes that it cannot multiply are multiplied in bfloat16
+
+    def product(params: int, precision: Precision) -> float:
+        peak = gpu.flops.get(precision, gpu.flops["bf16"])  # codes that it cannot multiply are multiplied in bfloat16
+        return max(params * BLOCK_BYTES[precision] / gpu.bandwidth, 2 * params * batch / peak)
+
     seconds = {
-        "linears": max(shape.block_params * each / gpu.bandwidth, 2 * shape.block_params * batch / peak),
-        "head": max(2 * shape.head_params / gpu.bandwidth, 2 * shape.head_params * batch / gpu.flops["bf16"]),
+        "linears": product(shape.block_params, precision),
+        "head": product(shape.head_params, precision if head_in_codes else "bf16"),
         "keys": batch * shape.kv_bytes(context, key_bytes) / gpu.bandwidth,
         "activations": activations / gpu.bandwidth,
         "sampling": 2 * 2 * batch * shape.vocab / gpu.bandwidth,
@@ -62,10 +75,12 @@ def saved_share(
     ms: float,
     plain_ms: float,
     key_bytes: int = 2,
+    head_in_codes: bool = False,
 ) -> float | None:
     """Return the milliseconds that a format saves, over those that the saved bytes of weights and keys take at the data
     sheet's bandwidth; None if it saves no bytes. 1 is all of it; more says that the baseline is slow."""
-    fewer = shape.block_params * (BLOCK_BYTES["bf16"] - BLOCK_BYTES[PLANNED_AS[format_name]])
+    params = shape.block_params + (shape.head_params if head_in_codes else 0)
+    fewer = params * (BLOCK_BYTES["bf16"] - BLOCK_BYTES[PLANNED_AS[format_name]])
     fewer += batch * shape.kv_bytes(context, 2 - key_bytes)
     return (plain_ms - ms) / (1000 * fewer / gpu.bandwidth) if fewer else None
 
@@ -78,18 +93,19 @@ def add_limits(
     format_name: str,
     *,
     context: int,
-    key_bytes: int = 2,
+    **options: Any,
 ) -> None:
     """Add to the figures of each batch ("ms") the limits of its step, and the share of the saved bytes' time that it
     saves over those in full precision. Nothing is added for a GPU without a data sheet.
 
     Args:
         plain: the same in full precision; {} if they were not measured.
+        options: those of `limit_ms`.
     """
     if not (gpu := gpu_named(device)):
         return
     for count, figures in batches.items():
-        parts = limit_ms(shape, gpu, format_name, int(count), context, key_bytes=key_bytes)
+        parts = limit_ms(shape, gpu, format_name, int(count), context, **options)
         figures["limit_ms"] = {"all": sum(parts.values()), **parts}
         if count in plain and "ms" in figures:
             figures["saved_share"] = saved_share(
@@ -100,7 +116,7 @@ def add_limits(
                 context,
                 ms=figures["ms"],
                 plain_ms=plain[count]["ms"],
-                key_bytes=key_bytes,
+                **options,
             )
 
 

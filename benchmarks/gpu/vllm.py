@@ -10,9 +10,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,40 @@ import numpy as np
 
 from benchmarks.gpu.bench import Bench, Figures, lacks
 from benchmarks.gpu.child import call
-from benchmarks.gpu.engines import Setup, setup_of
+from benchmarks.gpu.engines import CONFIG, Setup, setup_of
 from benchmarks.gpu.roofline import add_limits
 from qurl_ray.engines.vllm import engine as vllm_engine
 from qurl_ray.planning.shapes import Shape
 from qurl_ray.types import Request, SamplingParams
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp8, quantized by vLLM": ("fp8", {"compilation_config": {"custom_ops": ["+quant_fp8"]}}),
-    "int8, quantized by vLLM": ("int8", {"compilation_config": {"custom_ops": ["+quant_int8"]}}),
-    "fp8, with FP8 keys": ("fp8", {"kv_cache_dtype": "fp8"}),
-    "none, with FP8 keys": ("none", {"kv_cache_dtype": "fp8"}),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """An engine to be measured."""
+
+    format_name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's settings, beside those of this package."""
+    keep: tuple[str, ...] = CONFIG.keep
+
+    @property
+    def head_in_codes(self) -> bool:
+        return self.keep != CONFIG.keep
+
+
+VARIANTS = {
+    "fp8, quantized by vLLM": Variant(
+        format_name="fp8", options={"compilation_config": {"custom_ops": ["+quant_fp8"]}}
+    ),
+    "int8, quantized by vLLM": Variant(
+        format_name="int8", options={"compilation_config": {"custom_ops": ["+quant_int8"]}}
+    ),
+    "fp8, with FP8 keys": Variant(format_name="fp8", options={"kv_cache_dtype": "fp8"}),
+    "none, with FP8 keys": Variant(format_name="none", options={"kv_cache_dtype": "fp8"}),
+    "fp8, head in codes": Variant(format_name="fp8", keep=("embed_tokens",)),
+    "int8, head in codes": Variant(format_name="int8", keep=("embed_tokens",)),
 }
-"""Options of vLLM that this package does not set by default, by name: a format, and vLLM's settings."""
+"""Engines that a run does not have by default, by name."""
 _LONGEST, _NAME = 12, 100  # operations of a step that are listed, and characters of their names
 OTHER_GIB = 6
 """Memory of an engine beside weights and keys: its context, graphs, activations."""
@@ -47,10 +69,20 @@ def run(bench: Bench) -> None:
         bench.skip("graphs", "a CPU has no CUDA graphs")
     for shape in bench.scale.shapes[: bench.scale.whole]:
         for way in ("graphs", "eager") if bench.cuda else ("eager",):
-            names = [*bench.scale.formats, *(VARIANTS if way == "graphs" else ())]
+            names = [*bench.scale.formats, *(variants(shape) if way == "graphs" else ())]
             left = [name for name in names if not bench.has(f"{shape.name}, {way}, {name}")]
             for at in range(0, len(left), count := at_once(bench, shape)):
                 beside(bench, shape, way, left[at : at + count])
+
+
+def variants(shape: Shape) -> list[str]:
+    """Return the names of the variants of this shape: a head that is tied to the embedding is not in codes."""
+    return [name for name, variant in VARIANTS.items() if not (shape.tied and variant.head_in_codes)]
+
+
+def variant_of(name: str) -> Variant:
+    """Return the variant of this name, or that of a format."""
+    return VARIANTS.get(name) or Variant(format_name=name)
 
 
 def at_once(bench: Bench, shape: Shape) -> int:
@@ -77,31 +109,33 @@ def beside(bench: Bench, shape: Shape, way: str, names: Sequence[str]) -> None:
                 plain = figures if name == "none" else bench.figures["vllm"].get(f"{shape.name}, {way}, none")
                 if plain:
                     compare(figures, plain)
-                format_name, options = VARIANTS.get(name, (name, {}))
+                variant = variant_of(name)
                 add_limits(
                     figures["batches"],
                     plain["batches"] if plain else {},
                     shape,
                     bench.figures["machine"]["device"],
-                    format_name,
+                    variant.format_name,
                     context=bench.scale.prompt + bench.scale.vllm_steps // 2,
-                    key_bytes=1 if "kv_cache_dtype" in options else 2,
+                    key_bytes=1 if "kv_cache_dtype" in variant.options else 2,
+                    head_in_codes=variant.head_in_codes,
                 )
                 bench.add(key, figures, summary(figures))
 
 
 def measured(bench: Bench, shape: Shape, way: str, turn: Figures) -> Figures:
-    scale = bench.scale
+    scale, variant = bench.scale, variant_of(turn["name"])
     with setup_of(
         bench,
         shape,
         shape.layers,
         engine="vllm",
-        format_name=VARIANTS.get(turn["name"], (turn["name"], {}))[0],
+        format_name=variant.format_name,
         graphs=way == "graphs",
         context=scale.prompt + scale.vllm_steps + 1,
         slots=max(scale.vllm_batches),
         vocabulary=shape.vocab,
+        keep=variant.keep,
     ) as setup:
         try:
             return call(
@@ -147,7 +181,7 @@ def decode(
     """Return milliseconds of a decode step and tokens per second, by batch. Runs in a process of its own."""
     measuring()
     made = Setup(**setup)
-    with_options(VARIANTS.get(turn["name"], ("", {}))[1])
+    with_options(variant_of(turn["name"]).options)
     started = time.perf_counter()
     engine = made.make()
     start_s = time.perf_counter() - started
@@ -186,7 +220,7 @@ def measuring() -> None:
     vllm_engine.EXTENSION = "benchmarks.gpu.in_worker.Measuring"
 
 
-def with_options(options: dict[str, Any]) -> None:
+def with_options(options: Mapping[str, Any]) -> None:
     """Have vLLM's engines of this process start with these settings beside their own."""
     start = vllm_engine.VllmServer
 

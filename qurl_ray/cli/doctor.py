@@ -127,7 +127,7 @@ def computing() -> Iterator[Finding]:
         if device.type == "cuda":
             yield Finding("gradients in fp8_block", announced(FORMATS["fp8_block"], device))
     try:
-        check(())
+        check()
         yield Finding("rollout.engine=vllm", "can be used")
     except QurlError as error:
         yield Finding("rollout.engine=vllm", "would be refused", str(error))

@@ -1,14 +1,19 @@
 """The limits of a decode step that the GPU kit prints beside measured ones."""
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.gpu.page import PICTURES
-from benchmarks.gpu.roofline import add_limits, gpu_named, limit_ms
+from benchmarks.gpu.roofline import add_limits, gpu_named, limit_ms, saved_share
+from benchmarks.gpu.vllm import VARIANTS, variants
 from qurl_ray.planning.machines import GPUS
 from qurl_ray.planning.shapes import SHAPES
+from qurl_ray.quant.formats import FORMATS
 
 SEVEN_B, H200 = SHAPES["Qwen2.5-7B"], GPUS["h200"]
 FIGURES = Path(__file__).parents[2] / "benchmarks/results/gpu_h200_speed.json"
@@ -40,6 +45,42 @@ def test_limits_are_bytes_over_bandwidth_or_operations_over_the_peak():
     )
 
 
+def test_a_head_in_codes_takes_the_linears_bytes_and_its_own_count_as_saved():
+    plain, coded = (limit_ms(SEVEN_B, H200, "fp8", 1, 512, head_in_codes=of_head) for of_head in (False, True))
+    assert coded == plain | {"head": pytest.approx(plain["head"] / 2)}
+    assert plain["head"] == pytest.approx(1e3 * 1.09e9 / 4.8e12, rel=0.01)
+    assert limit_ms(SEVEN_B, H200, "none", 1, 512, head_in_codes=True) == limit_ms(SEVEN_B, H200, "none", 1, 512)
+    params = SEVEN_B.block_params + SEVEN_B.head_params
+    saved = 1e3 * params / 4.8e12
+    whole = saved_share(SEVEN_B, H200, "fp8", 1, 512, ms=4 - saved, plain_ms=4, head_in_codes=True)
+    assert whole == pytest.approx(1)
+
+
+def test_variants_with_a_head_in_codes_are_of_shapes_that_have_one_of_their_own():
+    shapes = [SHAPES[name] for name in ("Qwen2.5-1.5B", "Qwen2.5-7B")]
+    assert [shape.tied for shape in shapes] == [True, False]
+    heads = {name for name, variant in VARIANTS.items() if variant.head_in_codes}
+    assert heads == {"fp8, head in codes", "int8, head in codes"}
+    assert [heads & {*variants(shape)} for shape in shapes] == [set(), heads]
+    assert not any(re.search(pattern, "lm_head.weight") for name in heads for pattern in VARIANTS[name].keep)
+
+
+@pytest.mark.parametrize("format_name", [None, "int8"])
+def test_random_weights_are_codes_in_a_head_that_was_made_for_them(format_name):
+    pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
+    from benchmarks.gpu.in_worker import Measuring
+    from qurl_ray.engines.vllm.plugin import QurlHeadMethod, QurlLinearMethod
+
+    model = torch.nn.ModuleDict({"o_proj": torch.nn.Module(), "lm_head": torch.nn.Module()})
+    for part, method, fmt in (("o_proj", QurlLinearMethod, None), ("lm_head", QurlHeadMethod, format_name)):
+        model[part].output_partition_sizes, model[part].input_size_per_partition = [6], 4
+        model[part].quant_method = method(fmt and FORMATS[fmt], tensors=1, emulate=False, fixed=True)
+    worker = Measuring()
+    worker.model_runner = SimpleNamespace(get_model=lambda: model)
+    found = [module for module, _, size in worker._qurl_linears() if size == (6, 4)]
+    assert found == [model["o_proj"], *([model["lm_head"]] if format_name else [])]
+
+
 def test_the_shares_that_a_format_saves_are_those_of_the_docs():
     for format_name, shares in (("fp8", [0.84, 0.50, -0.44, 1.47]), ("int8", [0.79, 0.68, 0.17, 2.05])):
         batches = measured(format_name)
@@ -56,7 +97,10 @@ def test_the_shares_that_a_format_saves_are_those_of_the_docs():
 def test_the_page_shows_limits_beside_measured_steps():
     batches = measured("fp8")
     add_limits(batches, measured("none"), SEVEN_B, "NVIDIA H200", "fp8", context=512)
-    *_, table = PICTURES["vllm"]({"Qwen2.5-7B, graphs, fp8": {"batches": batches}})
+    for one in batches.values():
+        one["tokens_per_second"] = 1.0
+    *_, table = PICTURES["vllm"]({"Qwen2.5-7B, graphs, fp8, head in codes": {"batches": batches}})
+    assert "<td>fp8, head in codes</td>" in table
     assert "<td>3.57</td><td></td><td>1.59</td>" in table
     assert "<th>head</th>" in table
     assert "<td>-0.44</td>" in table

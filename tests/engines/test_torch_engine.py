@@ -27,10 +27,10 @@ KEEP = (r"lm_head\.",)
 FORMATS = ["none", "int8", "fp8", "fp8_block", "int4", "nvfp4", "nvfp4_w4a4", "mxfp4", "mxfp8"]
 
 
-def weights_of(model, format_name: str, version: int = 1):
+def weights_of(model, format_name: str, version: int = 1, keep=KEEP):
     """(manifest, buckets) of a policy, as a sender makes them."""
     fmt = None if format_name == "none" else taken(format_name)
-    names = units(model, KEEP) if fmt else {}
+    names = units(model, keep) if fmt else {}
     buffers, records = {}, []
     for name, parameter in model.named_parameters():
         if name in names:
@@ -79,11 +79,11 @@ def test_scored_answers_have_the_log_probs_with_which_they_were_drawn(
         assert all(np.array_equal(own, c.logprobs) for own, c in zip(scored, completions, strict=True))
 
 
-def with_quantized_linears(model, format_name: str):
+def with_quantized_linears(model, format_name: str, keep=KEEP):
     """The learner's model computing through the same codes, by emulation."""
     if format_name == "none":
         return model
-    for unit in units(model, KEEP).values():
+    for unit in units(model, keep).values():
         linear = model.get_submodule(unit.module)
         bias = linear.bias.detach() if linear.bias is not None else None
         model.set_submodule(

@@ -397,7 +397,7 @@ def test_a_part_of_a_fused_layer_cannot_be_in_another_format(engine, spec):
         engine.call("load", replace(manifest, tensors=tuple(tensors)), [codes | {name: values[name]}])
 
 
-def test_a_head_in_codes_is_an_error_that_says_what_to_keep(engine, spec):
+def test_a_tied_head_in_codes_is_an_error_that_says_what_to_keep(engine, spec):
     manifest, buckets = weights_of(policy(spec), "int8")
     head = replace(manifest.tensors[1], name="lm_head.weight", format="int8", tied=True)
     with pytest.raises(QuantizationError, match=r"lm_head.weight cannot be quantized.*quantization.keep"):
@@ -734,11 +734,12 @@ def test_other_architectures_find_their_places(tokenizer, tmp_path, kind):
             assert_close(policy(own), requests, engine.call("generate", requests, version=version), name)
         if kind == "llama":
             codes, buckets = weights_of(policy(own), "int8")
-            head = next(r for r in codes.tensors if r.name == "lm_head.weight")
-            q = quantize(policy(own).lm_head.weight, get_format("int8"))
-            tensors = [replace(r, format="int8") if r is head else r for r in codes.tensors]
-            with pytest.raises(SyncError, match=r"lm_head\.weight came as int8 codes.*quantization\.keep"):
-                engine.call("load", replace(codes, tensors=tuple(tensors)), [buckets[0] | {head.name: arrays_of(q)}])
+            own_rows = next(r for r in codes.tensors if r.name == "model.embed_tokens.weight")
+            q = quantize(policy(own).model.embed_tokens.weight, get_format("int8"))
+            tensors = [replace(r, format="int8") if r is own_rows else r for r in codes.tensors]
+            buffers = buckets[0] | {own_rows.name: arrays_of(q)}
+            with pytest.raises(SyncError, match=r"embed_tokens\.weight came as int8 codes.*quantization\.keep"):
+                engine.call("load", replace(codes, tensors=tuple(tensors)), [buffers])
 
 
 @pytest.mark.slow

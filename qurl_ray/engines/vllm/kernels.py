@@ -69,6 +69,7 @@ class FixedCodes:
         inputs: inputs on this rank.
         dtype: type of activations and of the result.
         name: the layer's name, for errors.
+        compiled: the product is part of a model that may be compiled; elsewhere plain operations would stay plain.
 
     Raises:
         QuantizationError: no kernel of vLLM multiplies codes of this format in this shape here.
@@ -84,13 +85,15 @@ class FixedCodes:
         dtype: torch.dtype,
         device: torch.device,
         name: str,
+        compiled: bool = True,
     ) -> None:
         self.fmt, self._layer = fmt, layer
         self._shape = shape = (sum(widths), inputs)
         _, scales = fmt.parts(shape)
         self._scales = scales.shape
         self._kernel = _kernel(fmt, widths, inputs, dtype, name)
-        self._quantize = QuantInt8() if isinstance(self._kernel, CutlassInt8ScaledMMLinearKernel) else None
+        by_cutlass = isinstance(self._kernel, CutlassInt8ScaledMMLinearKernel)
+        self._quantize = QuantInt8(enforce_enable=not compiled) if by_cutlass else None
         empty = QTensor(
             codes=torch.zeros(shape, dtype=fmt.dtype, device=device),
             scale=torch.ones(self._scales, dtype=torch.float32, device=device),

@@ -9,7 +9,8 @@ one format as long as the engine lives. Elsewhere, and where emulation was asked
 ones are written in place, too, while those of a CPU's kernel are made again from each version.
 
 vLLM's own float path packs weights on CPUs, after which they can be neither replaced nor read back. Therefore linears,
-embedding and head multiply with the parameter itself.
+embedding and head multiply with the parameter itself. A head of its own is a linear whose rows are divided over the
+ranks; one that is tied to the embedding has its floats.
 
 Example, without the engine:
     LLM(folder, quantization="qurl", dtype="float32", enforce_eager=True,
@@ -57,7 +58,7 @@ from qurl_ray.policy.adapters import is_target
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear
 from qurl_ray.quant.linear import weight_max_code as largest_code
-from qurl_ray.quant.quantize import QTensor, concatenate, quantize
+from qurl_ray.quant.quantize import QTensor, concatenate, filled, quantize
 from qurl_ray.types import Adapters
 
 
@@ -73,6 +74,8 @@ class QurlLinearMethod(UnquantizedLinearMethod):
     """
 
     supports_pre_processed_weights = False
+    outside_the_graph = False
+    """True if vLLM computes the layer beside the model that it compiles."""
 
     def __init__(
         self,
@@ -183,7 +186,14 @@ class QurlLinearMethod(UnquantizedLinearMethod):
     def _fix(self, layer: Any, fmt: Format, inputs: int, dtype: torch.dtype, device: torch.device) -> FixedCodes:
         """Give the layer its parameters for codes, once."""
         self.fixed = fixed = FixedCodes(
-            layer, fmt, layer.output_partition_sizes, inputs, dtype=dtype, device=device, name=layer.prefix
+            layer,
+            fmt,
+            layer.output_partition_sizes,
+            inputs,
+            dtype=dtype,
+            device=device,
+            name=layer.prefix,
+            compiled=not self.outside_the_graph,
         )
         return fixed
 
@@ -225,7 +235,7 @@ class QurlLinearMethod(UnquantizedLinearMethod):
                 columns = (layer.tp_rank * width, (layer.tp_rank + 1) * width)
                 return cut(whole, TensorShard(start=0, stop=rows, at=0, columns=columns))
             return cut(whole, TensorShard(start=layer.tp_rank * rows, stop=(layer.tp_rank + 1) * rows, at=0))
-        if isinstance(layer, ColumnParallelLinear) and len(part) % fmt.rows:
+        if isinstance(layer, ColumnParallelLinear | ParallelLMHead) and len(part) % fmt.rows:
             raise QuantizationError(
                 f"{layer.prefix}: {len(part)} rows on each of {layer.tp_size} ranks cut through {fmt.name}'s blocks of "
                 f"{fmt.rows} rows: lower tensor_parallel, or take a format with smaller blocks"
@@ -253,8 +263,33 @@ class QurlRouterMethod(QurlLinearMethod):
         return super().apply(layer, x.float(), bias)
 
 
+class QurlHeadMethod(QurlLinearMethod):
+    """A head of its own, without the rows of zeros that vLLM adds to the vocabulary: its logits get columns of zeros,
+    which vLLM cuts off."""
+
+    outside_the_graph = True
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        layer.output_partition_sizes = [layer.num_org_embeddings_per_partition]
+        shapes = (input_size_per_partition, layer.output_partition_sizes, input_size, output_size)
+        super().create_weights(layer, *shapes, params_dtype, **extra_weight_attrs)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().apply(layer, x, bias)
+        return filled(logits, 0, layer.num_embeddings_per_partition - logits.shape[-1])
+
+
 class QurlEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Embedding and head in full precision, never packed; the head may be tied to the embedding."""
+    """Embedding in full precision, never packed, and a head that is tied to it."""
 
     supports_pre_processed_weights = False
 
@@ -389,8 +424,8 @@ class QurlConfig(QuantizationConfig):
             )
         if isinstance(layer, VocabParallelEmbedding):
             tied = get_current_vllm_config().model_config.hf_text_config.tie_word_embeddings
-            if isinstance(layer, ParallelLMHead) and not tied and self.format_of(prefix):
-                raise QuantizationError(f"{prefix} cannot be quantized in vLLM: add it to quantization.keep")
+            if isinstance(layer, ParallelLMHead) and not tied:
+                return QurlHeadMethod(self.format_of(prefix), tensors=1, emulate=self.emulate, fixed=self.fixed)
             return QurlEmbeddingMethod()
         return None
 

@@ -32,7 +32,7 @@ from qurl_ray.policy.experts import mixture_of
 from qurl_ray.policy.export import quantized_folder
 from qurl_ray.policy.gguf import cached_gguf_policy, converted
 from qurl_ray.policy.layers import has_sinks, window_of
-from qurl_ray.policy.load import Outline, load_tokenizer, outline
+from qurl_ray.policy.load import Outline, load_tokenizer, outline, tied_head
 from qurl_ray.policy.save import policy_folder
 from qurl_ray.policy.settings import head_dim
 from qurl_ray.policy.tiny import cached_tiny, cached_tiny_policy, tiny_outline
@@ -385,7 +385,7 @@ def check_model(config: RunConfig, model: PreTrainedModel) -> None:
             fmt.check_width(unit.module, unit.shape[-1])
     if check := config.rollout.engine_entry.check:
         on_cpu = config.rollout.kv_cache == "fp8" and config.rollout.device == "cpu"
-        import_reference(check)([unit.module for unit in quantized.values()], fp8_keys_on_cpu=on_cpu)
+        import_reference(check)(tied_head=bool(quantized.keys() & tied_head(model)), fp8_keys_on_cpu=on_cpu)
     if config.quantization.equalize is True:
         find_sites(model)
     if config.learner.lora:
