@@ -1,19 +1,14 @@
 """The limits of a decode step that the GPU kit prints beside measured ones."""
 
 import json
-import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks.gpu.page import PICTURES
 from benchmarks.gpu.roofline import add_limits, gpu_named, limit_ms, saved_share
-from benchmarks.gpu.vllm import VARIANTS, variants
 from qurl_ray.planning.machines import GPUS
 from qurl_ray.planning.shapes import SHAPES
-from qurl_ray.quant.formats import FORMATS
 
 SEVEN_B, H200 = SHAPES["Qwen2.5-7B"], GPUS["h200"]
 FIGURES = Path(__file__).parents[2] / "benchmarks/results/gpu_h200_speed.json"
@@ -54,31 +49,6 @@ def test_a_head_in_codes_takes_the_linears_bytes_and_its_own_count_as_saved():
     saved = 1e3 * params / 4.8e12
     whole = saved_share(SEVEN_B, H200, "fp8", 1, 512, ms=4 - saved, plain_ms=4, head_in_codes=True)
     assert whole == pytest.approx(1)
-
-
-def test_variants_with_a_head_in_codes_are_of_shapes_that_have_one_of_their_own():
-    shapes = [SHAPES[name] for name in ("Qwen2.5-1.5B", "Qwen2.5-7B")]
-    assert [shape.tied for shape in shapes] == [True, False]
-    heads = {name for name, variant in VARIANTS.items() if variant.head_in_codes}
-    assert heads == {"fp8, head in codes", "int8, head in codes"}
-    assert [heads & {*variants(shape)} for shape in shapes] == [set(), heads]
-    assert not any(re.search(pattern, "lm_head.weight") for name in heads for pattern in VARIANTS[name].keep)
-
-
-@pytest.mark.parametrize("format_name", [None, "int8"])
-def test_random_weights_are_codes_in_a_head_that_was_made_for_them(format_name):
-    pytest.importorskip("vllm", reason="needs the extra cpu or gpu")
-    from benchmarks.gpu.in_worker import Measuring
-    from qurl_ray.engines.vllm.plugin import QurlHeadMethod, QurlLinearMethod
-
-    model = torch.nn.ModuleDict({"o_proj": torch.nn.Module(), "lm_head": torch.nn.Module()})
-    for part, method, fmt in (("o_proj", QurlLinearMethod, None), ("lm_head", QurlHeadMethod, format_name)):
-        model[part].output_partition_sizes, model[part].input_size_per_partition = [6], 4
-        model[part].quant_method = method(fmt and FORMATS[fmt], tensors=1, emulate=False, fixed=True)
-    worker = Measuring()
-    worker.model_runner = SimpleNamespace(get_model=lambda: model)
-    found = [module for module, _, size in worker._qurl_linears() if size == (6, 4)]
-    assert found == [model["o_proj"], *([model["lm_head"]] if format_name else [])]
 
 
 def test_the_shares_that_a_format_saves_are_those_of_the_docs():

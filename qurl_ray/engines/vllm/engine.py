@@ -46,7 +46,6 @@ _SETTINGS: dict[str, Any] = {
     "max_logprobs": 20,
     "skip_tokenizer_init": True,
     "generation_config": "vllm",  # no sampling defaults from the model's folder
-    "worker_extension_cls": EXTENSION,
     "disable_log_stats": True,
 }
 """vLLM's settings that every engine has."""
@@ -152,6 +151,7 @@ class VllmEngine:
             "kv_cache_dtype": "fp8_e4m3" if kv_cache == "fp8" else "auto",
             "enable_sleep_mode": sleep_mode,
             "enforce_eager": not graphs,
+            "worker_extension_cls": EXTENSION,
             "distributed_executor_backend": "mp" if tensor_parallel > 1 else "uni",
         }
         self._overrides = dict(spec.overrides)
