@@ -43,7 +43,6 @@ def limit_ms(
         head_in_codes: the head has the linears' format; otherwise it is in bfloat16.
     """
     precision = PLANNED_AS[format_name]
-    each = BLOCK_BYTES[precision]
     # Of a layer: the inputs of q/k/v, gate/up, o and down, with the bytes of their codes; what products write, in 16
     # bits; and the residual, which two norms read and write.
     inputs = 2 * shape.hidden + shape.heads * shape.head_dim + shape.intermediate
