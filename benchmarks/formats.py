@@ -17,7 +17,7 @@ import typer
 from cells import Arm, Cell, cell
 from shared import RESULTS, ROOT, machine
 
-FORMATS = ("int8", "fp8", "fp8_block", "mxfp8", "nvfp4", "mxfp4", "int4")
+FORMATS = ("int8", "fp8", "fp8_block", "mxfp8", "nvfp4", "nvfp4_w4a4", "mxfp4", "int4")
 FLOWS = {
     "rollouts alone": ("precision_flow=rollout_only",),
     "unified": ("precision_flow=unified", "algorithm.correction=ignore"),
