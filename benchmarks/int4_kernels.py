@@ -6,11 +6,12 @@ medians over rounds, and ratios are of the same round. A second table has the di
 (quant.linear.reference_linear), and whether a row's bits depend on the rows beside it.
 """
 
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from shared import RESULTS, Figures, machine
 from qurl_ray.quant.elements import INT4
 from qurl_ray.quant.formats import get_format
 from qurl_ray.quant.linear import QuantizedLinear, reference_linear, weight_max_code
-from qurl_ray.quant.quantize import QTensor, quantize
+from qurl_ray.quant.quantize import QTensor, quantize, quantize_rows_int8
 
 SHAPES = ((2048, 2048), (2048, 5632), (5632, 2048))
 """Inputs and outputs."""
@@ -30,6 +31,7 @@ CACHE = 200_000_000
 """Bytes that the INT8 codes of all copies exceed."""
 ENOUGH = 0.05
 """Seconds after which the products of a round end, where they are slow."""
+HALF_MAX = torch.finfo(torch.float16).max
 INT8, GROUP = "INT8, of engines", 128
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -106,10 +108,24 @@ def of_vllm_w4a8(q: QTensor) -> Product:
     codes = nibbles(q).t().unflatten(1, (-1, 8))[:, :, order].flatten(1)
     zeros = torch.full((q.scale.shape[1], q.shape[0]), 8)
     parts = ops.convert_weight_packed_scale_zp(
-        packed_rows(codes), packed_rows(zeros), q.scale.t().bfloat16().contiguous(), ops.CPUQuantAlgo.AWQ
+        packed_rows(codes), packed_rows(zeros), q.scale.t().contiguous(), ops.CPUQuantAlgo.AWQ
     )
     weight, zero_points, scales = parts
     return lambda x: ops.int4_scaled_mm_cpu(x, weight, zero_points, scales, None)
+
+
+def of_vllm_codes(q: QTensor) -> Product:
+    """The same for float32, as an engine would compute it: it gets the codes of quantize_rows, which float16 holds and
+    its own quantization leaves as they are. A power of two keeps sums within float16."""
+    bound = 127 * 7 * GROUP * float(q.scale.sum(dim=1).max())
+    factor = 2.0 ** max(0, math.ceil(math.log2(bound / HALF_MAX)))
+    product, int8 = of_vllm_w4a8(replace(q, scale=q.scale / factor)), get_format("int8")
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        codes_MK, amax_M1 = quantize_rows_int8(x, int8)
+        return product(codes_MK.half()).float().mul_(factor * int8.activation_step).mul_(amax_M1)
+
+    return multiply
 
 
 def kernels() -> Iterator[tuple[str, Kernel]]:
@@ -126,6 +142,7 @@ def kernels() -> Iterator[tuple[str, Kernel]]:
         return
     yield "vLLM wna16, float16", Kernel(activations=torch.float16, pack=of_vllm(torch.float16))
     yield "vLLM int4_scaled_mm, 8-bit activations", Kernel(activations=half, pack=of_vllm_w4a8)
+    yield "the same with codes of float32", Kernel(activations=single, pack=of_vllm_codes)
 
 
 def seconds(products: list[Product], x: torch.Tensor) -> tuple[float, float]:
@@ -193,9 +210,9 @@ def main(
 def page(figures: Figures) -> Iterator[str]:
     """Yield the lines of the tables."""
     yield from ("# INT4 on a CPU against INT8", "", "`python benchmarks/int4_kernels.py`", "", machine(), "")
-    yield "Microseconds of a product of INT8 codes, and how many times as fast INT4 is, with 1, 2, 4 and 8 rows:"
-    yield "with one thread by the time of processors, with two by the clock. The machine had other work, a load of"
-    yield f"{figures.values['load']:.1f} before the first product."
+    yield "Microseconds of a product of INT8 codes by the clock, and how many times as fast INT4 is, with 1, 2, 4 and 8"
+    yield "rows: with one thread by the time of processors, with two by the clock. The machine had other work, a load"
+    yield f"of {figures.values['load']:.1f} before the first product."
     names = [name for name, _ in kernels()]
     for threads in (1, 2):
         yield from ("", f"## Threads: {threads}", "")
