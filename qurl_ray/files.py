@@ -1,6 +1,9 @@
-"""Small files that are replaced as a whole."""
+"""Files that processes share: small ones that are replaced as a whole, and folders that one process fills for all."""
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -26,6 +29,21 @@ def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def first_alone(folder: Path) -> Iterator[None]:
+    """Context whose block runs in one process at a time, until it has ended without an error in one of them. From then
+    on, it runs beside others. A process that dies makes way for the next. No error if the folder cannot be locked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    done = folder / "done"
+    with (folder / "lock").open("w") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if done.exists():
+                fcntl.flock(lock, fcntl.LOCK_UN)
+        yield
+        done.touch()
 
 
 def why_unwritable(folder: Path) -> str:

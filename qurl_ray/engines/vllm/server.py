@@ -85,6 +85,8 @@ class VllmServer:
             size = 1 if config.cache_config.cache_dtype.startswith("fp8") else model.dtype.itemsize
             token = 2 * layers * heads * model.get_head_size() * size
             config.cache_config.kv_cache_memory_bytes = blocks * block * token
+        if not settings["enforce_eager"]:
+            config.parallel_config.worker_cls = "qurl_ray.engines.vllm.compiling.Worker"
         kind = "HoldingAsyncScheduler" if config.scheduler_config.async_scheduling else "HoldingScheduler"
         config.scheduler_config.scheduler_cls = f"qurl_ray.engines.vllm.scheduler.{kind}"
         self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field, replace
 
 from qurl_ray.cache import read_only
-from qurl_ray.config.model import GgufModel, ModelConfig, TinyModel
+from qurl_ray.config.model import GgufModel, ModelConfig, PretrainedModel, TinyModel
 from qurl_ray.config.shown import shown
 from qurl_ray.config.task import DatasetTask
 from qurl_ray.data.files import hub_sources
@@ -30,7 +30,7 @@ from qurl_ray.training.driver.prepare import (
     try_prompts,
     unequalized,
 )
-from qurl_ray.training.driver.room import check_disk, gpu_bytes, missing_here
+from qurl_ray.training.driver.room import check_disk, gpu_bytes, missing_here, start_plan
 from qurl_ray.training.driver.run_dir import look_at_run_dir, settings_text
 
 _SHOWN = (1500, 500)
@@ -84,6 +84,9 @@ def dry_run(early: Early, *, fresh: bool, extend: bool = False) -> DryRun:
         result.notes += unequalized(config, policy.model)
         result.checked += [f"the model ({type(policy.model).__name__})", "saving of the policy"]
         result.checked.append(check_disk(config, policy.model))
+        stored = config.model if isinstance(config.model, PretrainedModel) else None
+        files = local_copy(find_policy(stored).source) if stored else None
+        result.notes += filter(None, [start_plan(config, files)])
         ends = ", ".join(f"{policy.tokenizer.decode([token])!r} ({token})" for token in policy.stop_ids)
         result.checked.append(f"the tokens that end an answer: {ends}")
         with read_only():

@@ -30,7 +30,7 @@ from qurl_ray.config.model import ModelConfig, TinyModel
 from qurl_ray.environment import MEMORY
 from qurl_ray.errors import DeadlineExceeded
 from qurl_ray.numerics.selfcheck import VARIABLES
-from qurl_ray.policy.load import context_length, load_tokenizer, stop_ids
+from qurl_ray.policy.load import context_length, load_tokenizer, local_copy, stop_ids
 from qurl_ray.report.report import write_report
 from qurl_ray.report.timeline import write_timeline
 from qurl_ray.report.viewer import write_rollouts
@@ -42,7 +42,7 @@ from qurl_ray.training.coordinator.coordinator import Coordinator, packed_handle
 from qurl_ray.training.deadlines import CHECKS, MODEL_S, PROBLEMS_S, collection_deadline, stage_deadline
 from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.prepare import Checked, Prepared, check_problems, check_run, prepare, unequalized
-from qurl_ray.training.driver.room import check_disk
+from qurl_ray.training.driver.room import check_disk, start_plan
 from qurl_ray.training.driver.run_dir import RunDir, forget_summary, open_run_dir
 from qurl_ray.training.driver.summary import summarize, write_summary
 from qurl_ray.training.driver.upload import Storage, Uploader
@@ -140,6 +140,7 @@ def _run_in(
                 counts = {"digest": task.digest(), "train": len(task.train), "held_out": len(task.held_out)}
                 message = f"{counts['train']:,} problems to train on, {counts['held_out']:,} held out"
                 tracker.handle(Event(kind="info", step=0, message=message, values={"problems": counts}))
+            _announce(filter(None, [start_plan(config, local_copy(prepared.spec.source))]), "info", tracker)
             _phase("starting Ray", totals.steps, tracker)
             with _cluster(config, stops) as dashboard:
                 if dashboard:

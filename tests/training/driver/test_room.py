@@ -1,9 +1,12 @@
-"""Memory of the GPUs of this machine, which a run is compared with before it starts."""
+"""Memory of the GPUs of this machine, which a run is compared with before it starts; and the plan of its start."""
+
+from types import SimpleNamespace
 
 import pytest
 
 from qurl_ray.config import load_config
 from qurl_ray.errors import ConfigError
+from qurl_ray.training.driver import room
 from qurl_ray.training.driver.dry_run import dry_run
 from qurl_ray.training.driver.early import check_early
 from qurl_ray.training.driver.room import gpu_bytes
@@ -64,3 +67,32 @@ def test_a_dry_run_shows_the_memory_of_each_turn(nvidia_smi, tmp_path):
     (memory,) = (line for line in checked.checked if line.startswith("memory of a GPU in GB, of 85, as planned:"))
     assert memory.endswith("learner and engine stay there together")
     assert "memory, placement" not in str(checked.unchecked)
+
+
+def shards(folder, *sizes: int):
+    for number, size in enumerate(sizes):
+        with (folder / f"model-{number}.safetensors").open("wb") as file:
+            file.truncate(size)
+    return folder
+
+
+def test_the_plan_of_a_start_has_the_models_bytes_the_speed_of_the_disk_and_the_engines(tmp_path, monkeypatch):
+    config = load_config("dapo_7b_math", ["rollout.workers=8", "rollout.vllm.tensor_parallel=1"])
+    monkeypatch.setattr(room, "read_speed", lambda files: 0.5e9 if len(files) == 2 else pytest.fail("other files"))
+    plan = room.start_plan(config, shards(tmp_path, 5_000_000_000, 10_000_000_000))
+    assert "read the model's 15.0 GB once from the disk and then from memory, here 30 s at 500 MB/s;" in plan
+    assert "8 engines start beside each other, and on each node the others wait until the first has compiled (" in plan
+    assert plan.endswith(", at most 900 s")
+    (tmp_path / "small").mkdir()
+    one = room.start_plan(load_config("quickstart_gpu"), shards(tmp_path / "small", 400_000_000))
+    assert one.startswith("the start, as planned: one engine starts (")
+    assert room.start_plan(load_config("quickstart"), None) is None
+
+
+def test_the_speed_of_reading_is_that_of_parts_of_all_files(tmp_path, monkeypatch):
+    clock = iter((10.0, 12.0))
+    monkeypatch.setattr(room, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(room, "_SAMPLE", 100)
+    files = sorted(shards(tmp_path, 800, 40, 760).glob("*.safetensors"))
+    # 16 parts of 100 bytes, a hundred apart; that at 800 has the 40 bytes of its file.
+    assert room.read_speed(files) == (15 * 100 + 40) / 2
