@@ -92,7 +92,7 @@ def main(
             out.write_text(json.dumps({"machine": machine(), "runs": summaries}, indent=1) + "\n")
             head = ["# A short run in each format", "", f"`python benchmarks/formats.py`; {machine()}", ""]
             out.with_suffix(".md").write_text("\n".join([*head, *lines, ""]))
-            print(f"{number} of {len(places)}: {lines[-1]}", flush=True)
+            print(f"{number} of {len(places)}: {arm.name}, {run.summary['accuracy_after']:.3f}", flush=True)
     print("\n".join(lines))
 
 

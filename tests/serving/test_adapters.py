@@ -83,7 +83,8 @@ async def alone(folder: Path, runs: Path, asked: list[dict]) -> list[str]:
 
 @pytest.mark.equal_bits
 def test_each_answer_is_that_of_a_server_with_its_adapter_alone(folders, runs):
-    """200 requests at random over 8 adapters; two of these are exchanged while requests go on."""
+    """200 requests at random over 8 adapters, two of which are exchanged while requests go on. Servers with one adapter
+    answer those of one that stays, one that is exchanged, and the one in its place."""
     names = [f"a{n}" for n in range(COUNT)]
     chosen = random.Random(0)
     plan = [(chosen.choice(names), number) for number in range(200)]
@@ -108,12 +109,13 @@ def test_each_answer_is_that_of_a_server_with_its_adapter_alone(folders, runs):
 
     answers = asyncio.run(main())
     wanted: dict[int, str] = {}
-    for name in folders:
+    for name in ("a0", "a2", "a8"):
         index = [i for i, (asked, _) in enumerate(plan) if used(asked, i) == name]
-        found = asyncio.run(alone(folders[name], runs, [request(*plan[i]) for i in index])) if index else []
+        found = asyncio.run(alone(folders[name], runs, [request(*plan[i]) for i in index]))
         wanted |= dict(zip(index, found, strict=True))
     assert len(set(answers)) > 100
-    assert [answers[i] for i in range(200)] == [wanted[i] for i in range(200)]
+    assert len(wanted) > 30
+    assert {i: answers[i] for i in wanted} == wanted
 
 
 def used(asked: str, number: int) -> str:
