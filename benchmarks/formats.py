@@ -88,10 +88,12 @@ def main(
         for number, ((_, arm), run) in enumerate(zip(places, pool.map(make, places), strict=True), start=1):
             cells[arm.name].append(run)
             lines = table(cells)
-            summaries = {name: [one.summary for one in some] for name, some in cells.items()}
+            kept = ("accuracy_before", "accuracy_after", "accuracy_after_quantized", "max_rho", "train_seconds")
+            summaries = {name: [{k: one.summary[k] for k in kept} for one in some] for name, some in cells.items()}
             out.write_text(json.dumps({"machine": machine(), "runs": summaries}, indent=1) + "\n")
-            head = ["# A short run in each format", "", f"`python benchmarks/formats.py`; {machine()}", ""]
-            out.with_suffix(".md").write_text("\n".join([*head, *lines, ""]))
+            command = f"`python benchmarks/formats.py --seeds {seeds}`; {machine()}"
+            text = ["# A short run in each format", "", command, "", *lines, ""]
+            out.with_suffix(".md").write_text("\n".join(text))
             print(f"{number} of {len(places)}: {arm.name}, {run.summary['accuracy_after']:.3f}", flush=True)
     print("\n".join(lines))
 
