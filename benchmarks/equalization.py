@@ -4,7 +4,7 @@ The first table is SmolLM2-135M-Instruct on answers that it draws itself, at tem
 settings file, smollm2_135m: for each format, KL(b‖p) over the vocabulary, ESS and the share of tokens whose ratio
 p/b leaves the clip range. Rows are without equalization, with factors from random tokens, as in the first step of a
 run, and with factors from other answers, as in the steps after it. The second table is the error of its weights over
-their norm, and the parts of its square (quant.quantize.SquaredError). The third table is the quickstart from three cold
+their norm, and the parts of its square (quantizers.py). The third table is the quickstart from three cold
 starts, 120 steps with INT8 rollouts. `make smollm2` installs the weights. Writes
 benchmarks/results/equalization.{json,md}.
 """
@@ -22,6 +22,7 @@ import engines
 import torch
 import typer
 from cells import Arm, Cell, cell
+from quantizers import squared_error
 from shared import RESULTS, ROOT, machine
 from transformers import PreTrainedModel
 
@@ -34,7 +35,7 @@ from qurl_ray.policy.ranges import factors_from, measured_factors, measuring
 from qurl_ray.quant.equalize import Factors, equalized, equalized_sites
 from qurl_ray.quant.formats import Format, get_format
 from qurl_ray.quant.linear import QuantizedLinear, weight_max_code
-from qurl_ray.quant.quantize import quantize, squared_error
+from qurl_ray.quant.quantize import quantize
 from qurl_ray.quant.units import units
 from qurl_ray.types import Request, SamplingParams
 

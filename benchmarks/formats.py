@@ -88,7 +88,7 @@ def main(
         for number, ((_, arm), run) in enumerate(zip(places, pool.map(make, places), strict=True), start=1):
             cells[arm.name].append(run)
             lines = table(cells)
-            kept = ("accuracy_before", "accuracy_after", "accuracy_after_quantized", "max_rho", "train_seconds")
+            kept = ("accuracy_before", "accuracy_after", "accuracy_after_quantized", "max_rho")
             summaries = {name: [{k: one.summary[k] for k in kept} for one in some] for name, some in cells.items()}
             out.write_text(json.dumps({"machine": machine(), "runs": summaries}, indent=1) + "\n")
             command = f"`python benchmarks/formats.py --seeds {seeds}`; {machine()}"

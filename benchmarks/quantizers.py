@@ -1,4 +1,5 @@
-"""Other quantizers than rounding to nearest, which is the only one of the package. They lost the comparison.
+"""Other quantizers than rounding to nearest, which is the only one of the package: they lost the comparison. Below
+them, the parts of an error of the package's own.
 
 rounding.py and frozen.py compare them; docs/LOG.md has the figures. With float32 masters, rounding to nearest loses
 nothing from sync to sync. The first two quantizers here change many codes at every sync although the weights hardly
@@ -8,12 +9,13 @@ move. They cannot be used with a sync that sends only what changed.
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from qurl_ray.errors import QuantizationError
-from qurl_ray.quant.formats import Format
-from qurl_ray.quant.quantize import QTensor, dequantize, nearest, quantize_by
+from qurl_ray.quant.formats import Blocks, Format
+from qurl_ray.quant.quantize import QTensor, dequantize, nearest, quantize, quantize_by
 
 
 def quantize_stochastic(w_NK: torch.Tensor, fmt: Format, generator: torch.Generator | int) -> QTensor:
@@ -108,3 +110,33 @@ class Rounding:
         self._syncs[name] += 1
         # All 32 bits that torch's CPU generators use differ by name and sync.
         return quantize_stochastic(w_NK, fmt, zlib.crc32(f"{self._seed} {name} {self._syncs[name]}".encode()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SquaredError:
+    """Sum of (Q(w; s) − w)² over a weight, as the sum of three parts.
+
+    s is the step of w's block, s* = max|w| / weight_max the same before it is rounded, and Q(w; s) the value of w's
+    code. The parts are those that https://arxiv.org/abs/2605.20402 names for MXFP4.
+    """
+
+    scale_bias: float
+    """Sum of (Q(w; s) − w)² − (Q(w; s*) − w)²: what rounding the step adds."""
+    dead_zone: float
+    """Sum of w² where Q(w; s*) = 0."""
+    grid_noise: float
+    """Sum of (Q(w; s*) − w)² where Q(w; s*) ≠ 0."""
+
+
+def squared_error(w_NK: torch.Tensor, fmt: Format) -> SquaredError:
+    """Return the error of a weight in a format whose codec is `Blocks`."""
+    assert isinstance(fmt.codec, Blocks), "steps that are rounded"
+    exact = replace(fmt, codec=replace(fmt.codec, scale="float32"), whole=False)
+    w_NK = w_NK.detach().double()
+    found, unrounded = (dequantize(quantize(w_NK, form)).double() for form in (fmt, exact))
+    squares, zero = (unrounded - w_NK).square(), unrounded == 0
+    return SquaredError(
+        scale_bias=float((found - w_NK).square().sum() - squares.sum()),
+        dead_zone=float(squares[zero].sum()),
+        grid_noise=float(squares[~zero].sum()),
+    )

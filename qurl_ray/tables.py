@@ -251,8 +251,8 @@ class EngineEntry(Entry):
     from outside the package."""
 
     check: str | None = None
-    """Reference of a function that is called before a run, with what that asks of the engine, and raises ConfigError
-    if it cannot work here."""
+    """Reference of a function that is called before a run, and raises ConfigError if the engine cannot work here. Its
+    arguments are those of engines.vllm.check.check."""
     kv_cache: tuple[str, ...] = ("full",)
     """Number formats of keys and values that it has."""
     kv_scales: Literal["head", "layer"] = "head"

@@ -7,7 +7,7 @@ quantizations, and no calibration is needed: scales are computed from the values
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.elements import floats
-from qurl_ray.quant.formats import Blocks, Format, Range
+from qurl_ray.quant.formats import Format, Range
 
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # `shared` names the consequence
 
@@ -185,36 +185,6 @@ def dequantize(q: QTensor) -> torch.Tensor:
     if q.fmt.group:
         scale = scale.repeat_interleave(q.fmt.group, dim=1)[:, :columns]
     return floats(q.codes) * scale
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SquaredError:
-    """Sum of (Q(w; s) − w)² over a weight, as the sum of three parts.
-
-    s is the step of w's block, s* = max|w| / weight_max the same before it is rounded, and Q(w; s) the value of w's
-    code. The parts are those that https://arxiv.org/abs/2605.20402 names for MXFP4.
-    """
-
-    scale_bias: float
-    """Sum of (Q(w; s) − w)² − (Q(w; s*) − w)²: what rounding the step adds."""
-    dead_zone: float
-    """Sum of w² where Q(w; s*) = 0."""
-    grid_noise: float
-    """Sum of (Q(w; s*) − w)² where Q(w; s*) ≠ 0."""
-
-
-def squared_error(w_NK: torch.Tensor, fmt: Format) -> SquaredError:
-    """Return the error of a weight in a format whose codec is `Blocks`."""
-    assert isinstance(fmt.codec, Blocks), "steps that are rounded"
-    exact = replace(fmt, codec=replace(fmt.codec, scale="float32"), whole=False)
-    w_NK = w_NK.detach().double()
-    found, unrounded = (dequantize(quantize(w_NK, form)).double() for form in (fmt, exact))
-    squares, zero = (unrounded - w_NK).square(), unrounded == 0
-    return SquaredError(
-        scale_bias=float((found - w_NK).square().sum() - squares.sum()),
-        dead_zone=float(squares[zero].sum()),
-        grid_noise=float(squares[~zero].sum()),
-    )
 
 
 def quantize_rows(x_MK: torch.Tensor, fmt: Format) -> Codes:

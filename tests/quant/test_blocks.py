@@ -15,9 +15,10 @@ from compressed_tensors.quantization.lifecycle.forward import quantize as their_
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp, generate_gparam
 from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
 
+from benchmarks.quantizers import squared_error
 from qurl_ray.errors import QuantizationError
 from qurl_ray.quant.formats import FORMATS
-from qurl_ray.quant.quantize import dequantize, dequantize_rows, quantize, quantize_rows, squared_error
+from qurl_ray.quant.quantize import dequantize, dequantize_rows, quantize, quantize_rows
 from tests.quant.grid import E4M3
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

@@ -1,8 +1,8 @@
 """vLLM's worker for engines that compile: those of a node that start beside each other do not compile the same at once.
 
-vLLM keeps compiled models below $VLLM_CACHE_ROOT, in a folder for each set of settings and code. Engines of
-a run are alike, and share it. Started together, each would find it empty and compile for itself, on the cores of all.
-Here the first one compiles; the others come as far as that beside it, wait, and find what it has written.
+vLLM keeps compiled models below $VLLM_CACHE_ROOT, in a folder for each set of settings and code. Engines of a run are
+alike, and share it. Started together, each would find it empty and compile for itself, on the cores of all. Here the
+first one compiles; the others come as far as that beside it, wait, and find what it has written.
 """
 
 import hashlib

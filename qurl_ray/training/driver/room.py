@@ -27,7 +27,8 @@ _LARGE = 1e9
 """Bytes of a model's files from which their reading is part of a plan."""
 _SAMPLES, _SAMPLE = 16, 4 << 20
 """Parts of a model's files that are read to learn the speed, and bytes of each."""
-_COMPILED = "four engines of 7B took 118 to 129 s on one H200 with empty caches"
+_MEASURED_START = "four engines of 7B took 118 to 129 s on one H200 with empty caches"
+"""Start of vLLM's engines that compile (docs/gpu.md)."""
 _STATE = {"adamw": 12, "adamw_8bit": 6, "muon": 8}
 """Bytes of the learner's state per parameter, by optimizer: the parameter in FP32 and its moments. Muon's embeddings
 have twice the moments."""
@@ -112,7 +113,7 @@ def start_plan(config: RunConfig, folder: Path | None) -> str | None:
             start = f"{count} engines start beside each other"
         if count > 1 and config.rollout.engine == "vllm":
             start += ", and on each node the others wait until the first has compiled"
-        measured = f" ({_COMPILED})" if config.rollout.engine == "vllm" else ""
+        measured = f" ({_MEASURED_START})" if config.rollout.engine == "vllm" else ""
         stages.append(f"{start}{measured}, at most {config.rollout.start_limit_s:.0f} s")
     return f"the start, as planned: {'; '.join(stages)}" if stages else None
 
