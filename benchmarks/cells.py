@@ -39,6 +39,7 @@ class Arm:
 class Cell:
     """A finished run: one arm with one seed."""
 
+    folder: Path
     seed: int
     summary: dict[str, Any]
     events: list[dict[str, Any]]
@@ -94,7 +95,7 @@ def cell(
         if status not in (0, 3):  # 3: stopped by the guard, which is a valid result too
             raise SystemExit(f"{name} ended with status {status}{f'; see {log}' if quiet else ''}")
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Cell(seed=seed, summary=json.loads((folder / "summary.json").read_text()), events=events)
+    return Cell(folder=folder, seed=seed, summary=json.loads((folder / "summary.json").read_text()), events=events)
 
 
 def _finished(folder: Path) -> bool:

@@ -71,7 +71,7 @@ def learn(steps: int, runs: Path) -> dict[str, float]:
         assert run
         phases = run.summary["phase_seconds"]
         seconds[arm.name] = {"training": run.summary["train_seconds"], "rollouts": phases["rollout"]}
-        return Path(run.summary["policy"])
+        return run.folder / "policy"
 
     seconds: dict[str, dict[str, float]] = {}
     with ThreadPoolExecutor(2) as pool:
